@@ -149,7 +149,7 @@ class LowRankAdapter(OperationWithWeights):
         own = self._scope_of_frozen()
         return own if opened is None else opened
 
-    def note_traced_call(self) -> None:
+    def note_unseen_use(self) -> None:
         self._scope_of_frozen()
 
     def _scope_of_frozen(self) -> FrozenWeights | None:

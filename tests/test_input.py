@@ -69,6 +69,19 @@ def test_an_imaginary_part_is_not_dropped(door: str, name: str, dtype: torch.dty
         call(door, make(), torch.ones(3, WIDTH, dtype=dtype), extras)
 
 
+@pytest.mark.parametrize("name", [*COMPUTING, *MOVING])
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(
+    "make_x", [Tensor.to_sparse, Tensor.to_sparse_csr, Tensor.to_mkldnn], ids=["coo", "csr", "mkldnn"]
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
+def test_an_x_that_is_not_dense_is_refused(door: str, name: str, make_x: Callable[[Tensor], Tensor]) -> None:
+    make, extras = (COMPUTING | MOVING)[name]
+    x = make_x(torch.ones(3, WIDTH))
+    with pytest.raises(TypeError, match=rf"x is in the layout {x.layout}, but .* dense tensors. Give x.to_dense\(\)"):
+        call(door, make(), x, extras)
+
+
 @pytest.mark.parametrize("name", COMPUTING)
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool], ids=str)

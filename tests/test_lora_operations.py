@@ -264,6 +264,27 @@ def test_weights_that_were_trained_for_a_while_are_quantized_anew(recipe):
         assert not torch.allclose(model(data(), split_sizes=[5, 0, 9]), before)
 
 
+@pytest.mark.parametrize("settings", [{"fused": True}, {"foreach": True}], ids=str)
+def test_weights_that_were_stepped_between_two_forwards_are_quantized_anew(settings):
+    """Their gradient came from elsewhere; no forward ran while they were trained."""
+    model, x = adapted(), data()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, **settings)
+    with torch.no_grad(), autocast("mxfp8"):
+        before = model(x, split_sizes=[5, 0, 9])
+        silently(model)
+        optimizer.step()  # of weights without a gradient it changes none
+        assert torch.equal(model(x, split_sizes=[5, 0, 9]), before)
+        silently(model, -0.5)
+    weight = model[2].weight.requires_grad_(True)
+    weight.square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    weight.requires_grad_(False)
+    with torch.no_grad(), autocast("mxfp8"):
+        after = model(x, split_sizes=[5, 0, 9])
+        assert torch.equal(after, copy.deepcopy(model)(x, split_sizes=[5, 0, 9])) and not torch.equal(after, before)
+
+
 def test_under_delayed_scaling_scales_of_frozen_weights_move_on():
     """A scale of the first cast would stay: that of an amax which nobody has seen."""
     model = adapted()

@@ -1,5 +1,7 @@
 """prepare makes the state of delayed scaling before a checkpoint or an average of weights looks for it."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -143,6 +145,76 @@ def test_adapters_keep_and_get_state(prepared_first):
     prepare(model, RECIPE)
     assert_same_bits(step(plain), step(model))
     assert forms(model) == forms(plain)
+
+
+def on_meta():
+    with torch.device("meta"):
+        return build()
+
+
+def materialised(model):
+    """With the parameters of `build()`, and uninitialised memory elsewhere, which is NaN in tests."""
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for mine, parameter in zip(model.parameters(), build().parameters(), strict=True):
+            mine.copy_(parameter)
+    return model
+
+
+META = {
+    "prepared": lambda: prepare(on_meta(), RECIPE),
+    "converted": lambda: prepare(on_meta(), RECIPE).bfloat16().float(),
+    "copied": lambda: copy.deepcopy(prepare(on_meta(), RECIPE)),
+    "prepared, then moved": lambda: prepare(build(), RECIPE).to("meta"),
+}
+
+
+@pytest.mark.parametrize("made", META)
+def test_state_that_was_on_the_meta_device_begins_anew(made):
+    model, plain = META[made](), prepare(build(), RECIPE)
+    assert all(buffer.is_meta for buffer in model.buffers())
+    materialised(model)
+    assert forms(model) == forms(plain)
+    for seed in range(2):
+        assert_same_bits(step(model, seed), step(plain, seed))
+
+
+def test_state_of_a_run_begins_anew_behind_the_meta_device():
+    model = prepare(build(), RECIPE)
+    step(model)
+    keys = model.state_dict().keys()
+    materialised(model.to("meta"))
+    assert model.state_dict().keys() == keys
+    assert_same_bits(step(model), step(prepare(build(), RECIPE)))
+
+
+def test_state_that_was_loaded_begins_anew_behind_the_meta_device():
+    ran, model = build(), build()
+    step(ran)
+    model.load_state_dict(ran.state_dict())
+    materialised(model.to("meta"))
+    assert_same_bits(step(model), step(build()))
+
+
+def test_a_move_without_the_meta_device_keeps_the_state():
+    model = build()
+    step(model)
+    states = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device="cpu")
+    assert_same_bits(dict(model.named_buffers()), states)
+
+
+def state_of_a_sharded_meta_model(rank):
+    model, mesh = on_meta(), init_device_mesh("cpu", (2,))
+    fully_shard(model, mesh=mesh)
+    prepare(model, RECIPE).to_empty(device="cpu")
+    assert_same_bits(dict(model.named_buffers()), dict(prepare(build(), RECIPE).named_buffers()))
+    step(model)
+
+
+@pytest.mark.rest
+def test_sharded_state_that_was_on_the_meta_device_begins_anew(tmp_path):
+    on_ranks(state_of_a_sharded_meta_model, folder=tmp_path)
 
 
 def test_an_operation_outside_of_a_sequential_is_prepared():

@@ -162,6 +162,18 @@ def test_a_step_after_the_parameters_were_replaced_uses_the_new_ones(model: str,
     assert_same_bits([weight.main_grad for weight in old], before)
 
 
+def test_a_parameter_that_came_back_can_be_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = ops.Linear(4, 4)
+    first, second = linear.weight, nn.Parameter(torch.ones(4, 4))
+    for weight in (second, first):
+        linear.weight = weight
+    assert linear.has_held(second) and not linear.has_held(first)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+        linear.bfloat16()
+    assert linear.weight is first and first.dtype == torch.bfloat16
+
+
 @DEVICE
 @EVERY_MODEL
 def test_a_module_may_be_deleted_before_backward(model: str, device: str) -> None:

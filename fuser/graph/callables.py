@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -24,8 +25,10 @@ from fuser.graph.checks import HeldCheck, InputCheck
 from fuser.graph.record import Graphs
 from fuser.schedule.memory import MemoryPlan
 from fuser.schedule.schedule import Event, Item, Pass, Place, Schedule
+from ops.runner.data_parallel import active_wrapper, leave_states, reduced_parameters
 from ops.runner.nested_backward import unreached
 from ops.runner.operation import BasicOperation
+from ops.runner.quantizer_state import held_names
 from recipes.recipe import Recipe
 
 
@@ -156,8 +159,9 @@ class GraphedCallable:
         self.num_params = len(self._params)
         self.num_leading = min(1, len(instance.sample.at))  # tensors before the parameters in the node's inputs
         self._flag = instance.settings.keep_weights
-        inside = self.module.modules()
-        self._wgrad_is_external = any(isinstance(o, BasicOperation) and o.wgrad_is_external for o in inside)
+        self._operations = [inside for inside in self.module.modules() if isinstance(inside, BasicOperation)]
+        self._wgrad_is_external = any(operation.wgrad_is_external for operation in self._operations)
+        self._wrapper: Callable[[], Any] = _nothing  # the DistributedDataParallel in which it was called last
         self._records_amaxes = instance.settings.with_backward and graphs.has_effects(Event(Pass.FORWARD, *place))
 
     @property
@@ -180,6 +184,9 @@ class GraphedCallable:
             )
         tensors = self._check_inputs(args, kwargs)
         self._check_held()
+        wrapper = active_wrapper()
+        if wrapper is not None and self._wrapper() is not wrapper:
+            self._enter(wrapper)
         forward_only = not self._instance.settings.with_backward
         if forward_only and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             raise RuntimeError(
@@ -217,6 +224,18 @@ class GraphedCallable:
         """Free the graphs and buffers of everything captured in the same call. A second call does nothing."""
         self._graphs.free()
         self._params = []
+
+    def _enter(self, wrapper: Any) -> None:
+        """As `ops.runner.run.Pipeline` does, which no replay enters."""
+        leave_states(wrapper, {name for operation in self._operations for name in held_names(operation._buffers)})
+        reduced = reduced_parameters(wrapper)
+        for operation in self._operations:
+            trained = {name: p for name, p in operation.named_parameters() if p.requires_grad}
+            try:
+                operation.check_reduced(trained, reduced)
+            except RuntimeError as error:
+                raise RuntimeError(f"{self._label}: {error}") from error
+        self._wrapper = weakref.ref(wrapper)
 
     # Called by the autograd node
 

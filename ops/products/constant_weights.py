@@ -145,9 +145,9 @@ class constant_weights:
 class FrozenWeights(constant_weights):
     """The copies of the weights of one operation, for as long as it says that these stand still.
 
-    It is never left: an optimizer's step changes other parameters. `end()` gives up the copies, and the next use makes
-    them anew. Under delayed scaling weights are quantized in each forward: a first scale must not stay. It does not
-    keep the operation, which holds it, alive.
+    It is never left: an optimizer's step changes other parameters, or else the operation gives it up. `end()` gives up
+    the copies, and the next use makes them anew. Under delayed scaling weights are quantized in each forward: a first
+    scale must not stay. It does not keep the operation, which holds it, alive.
     """
 
     def __init__(self) -> None:
@@ -155,6 +155,13 @@ class FrozenWeights(constant_weights):
         self._debug = False
         self._kept = weakref.WeakKeyDictionary()
         self._values = {}
+        _end_with_optimizers()
+        _of_frozen.add(self)
+
+    def note_step(self) -> None:
+        """An optimizer has stepped: its weights too, if they require grad, or have one, since the last forward."""
+        for operation in list(self._kept):
+            operation.note_unseen_use()
 
     def end(self) -> None:
         self._kept.clear()
@@ -177,13 +184,16 @@ class FrozenWeights(constant_weights):
 
 
 _open: weakref.WeakSet[constant_weights] = weakref.WeakSet()
+_of_frozen: weakref.WeakSet[FrozenWeights] = weakref.WeakSet()
 _hook: list[Any] = []
 
 
 def end_constant_weights(*_: Any) -> None:
-    """End all scopes that are open: weights have changed."""
+    """End all scopes that are open, and those of weights that are trained by now: weights have changed."""
     for scope in list(_open):
         scope.end()
+    for scope in list(_of_frozen):
+        scope.note_step()
 
 
 def _end_with_optimizers() -> None:

@@ -29,7 +29,7 @@ Gradients of biases are autograd's in all cases, at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
@@ -64,6 +64,8 @@ from recipes.tensors.quantized_shard import local_shard
 # what it multiplies.
 Product = partial[Tensor]
 
+_SWITCHES = ("accumulate_into_main_grad", "delay_wgrad_compute")
+
 
 class OperationWithWeights(BasicOperation):
     """A basic operation with weights: one parameter `weight`, or one a group, `weight0`, `weight1`, ...
@@ -76,7 +78,7 @@ class OperationWithWeights(BasicOperation):
     stacked: bool = True
     is_grouped: bool = False
     weight_names: tuple[str, ...] = ("weight",)
-    settings_of_backward = frozenset({"accumulate_into_main_grad", "delay_wgrad_compute"})
+    settings_of_backward = frozenset(_SWITCHES)
 
     def __init__(self, *, accumulate_into_main_grad: bool, delay_wgrad_compute: bool) -> None:
         super().__init__()
@@ -175,6 +177,19 @@ class OperationWithWeights(BasicOperation):
                     f"Weight {name!r} was computed from other tensors ({node.name()}), so it has no gradient "
                     "buffer of its own. Give the parameter itself, or leave accumulate_into_main_grad and "
                     "delay_wgrad_compute out."
+                )
+
+    def check_reduced(self, parameters: Mapping[str, Tensor], reduced: Collection[int]) -> None:
+        for name in self.weight_names if self.wgrad_is_external else ():
+            if name in parameters and id(parameters[name]) in reduced:
+                on = [switch for switch in _SWITCHES if getattr(self, switch)]
+                where = "main_grad" if self.accumulate_into_main_grad else ".grad"
+                raise RuntimeError(
+                    f"DistributedDataParallel reduces what autograd accumulates in backward, but with "
+                    f"{' and '.join(on)} the operation itself adds the gradient of {name!r} to {where}, so each rank "
+                    f"would keep its own. Leave {' and '.join(on)} out; or reduce this gradient yourself, and have the "
+                    "weight ignored before you wrap the model: "
+                    "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)."
                 )
 
     def _destinations(self, weights: dict[str, Tensor], backward: int) -> Destinations:
@@ -305,8 +320,7 @@ class OperationWithWeights(BasicOperation):
 
     def extra_repr(self) -> str:
         """The switches that are on, each after a comma."""
-        switches = ("accumulate_into_main_grad", "delay_wgrad_compute")
-        return "".join(f", {switch}=True" for switch in switches if getattr(self, switch))
+        return "".join(f", {switch}=True" for switch in _SWITCHES if getattr(self, switch))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_delayed": deque()}  # what is left belongs to this very object

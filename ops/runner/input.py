@@ -13,6 +13,8 @@ from recipes.tensors.quantized_handle import QuantizedHandle
 from recipes.tensors.quantized_shard import is_dtensor
 from recipes.tensors.quantized_tensor import QuantizedTensor
 
+_LAYOUTS = frozenset((torch.strided, torch.jagged))
+
 
 def as_input(x: Any) -> Tensor:
     """x itself, or a handle of a quantized container. Raises TypeError for an x that is neither."""
@@ -51,6 +53,12 @@ def why_not_plain(name: str, value: Any) -> str | None:
         f"the rows of all parts one behind the other. Give {rows}; where the parts are groups, with "
         f"split_sizes={sizes}."
     )
+
+
+def check_dense(x: Tensor) -> None:
+    """Raise TypeError for an x that is sparse, or in a layout of MKL-DNN's."""
+    if x.layout not in _LAYOUTS:
+        raise TypeError(f"x is in the layout {x.layout}, but operations compute on dense tensors. Give x.to_dense().")
 
 
 def check_real(name: str, dtype: torch.dtype) -> None:

@@ -83,6 +83,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     retains_grad_output: whether it keeps dy beyond its backward, so that nobody may write into it.
     quantized_roles: in which roles it quantizes tensors, and so may have a state.
     num_scales: how many tensors with a scale each it quantizes in one role: groups, or one.
+    state_beginnings: the number with which each buffer of such a state begins, by its name, where that was made here.
     exchanges_parameters: whether others have taken the place of its parameters, as FSDP2 does for each pass.
     repeatable: whether a pass of it on a GPU may be done again as a whole (`ops.runner.repeat`): it depends on nothing
     but public attributes, parameters, states and what it gets, and changes nothing but tensors. Of a subclass that
@@ -115,6 +116,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     retains_grad_output: bool = False
     quantized_roles: tuple[Role, ...] = ()
     num_scales: int = 1
+    state_beginnings: Mapping[str, float] = {}
     exchanges_parameters: bool = False
     repeats_alone: bool = True
     why_in_full: str | None = None
@@ -277,6 +279,10 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     def check_computed(self, parameters: Mapping[str, Tensor]) -> None:
         """Raise RuntimeError if a gradient of one of these, which are no registered parameters, has nowhere to go."""
 
+    def check_reduced(self, parameters: Mapping[str, Tensor], reduced: Collection[int]) -> None:
+        """Raise RuntimeError if a gradient of one of these goes past torch's DistributedDataParallel, which reduces
+        those of the parameters with these `id`s."""
+
     def check_assigned(self) -> None:
         """Raise AttributeError if a tensor was assigned where a parameter was deleted: nothing would read it."""
         for name in self._parameter_order:
@@ -299,6 +305,8 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
             held = {name: self._parameters[name] for name in self._parameter_order if name in self._parameters}
             self._parameters.clear()
             self._parameters.update(held)
+        if param is not None and self._former_parameters is not None:  # torch swaps none that a weak reference holds
+            self._former_parameters.pop(param, None)
         if before is not None and before is not param:
             if self._former_parameters is None:
                 self._former_parameters = WeakTensorKeyDictionary()
@@ -317,8 +325,8 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
 
         path: as for `Sequential`. buffers: the caller's own tensors, by name.
 
-        Raises TypeError for an x that is no tensor, of complex numbers, or of integers where the operation computes in
-        floating point.
+        Raises TypeError for an x that is no tensor, sparse, of complex numbers, or of integers where the operation
+        computes in floating point.
         """
         if torch.compiler.is_compiling() or is_transformed():
             stage = self._stage(*see(self, x, extras, outputs, buffers, path))
@@ -401,8 +409,9 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         """Of what `constant_weights` opens or ends."""
         self._weights_scope = None if scope is None else weakref.ref(scope)
 
-    def note_traced_call(self) -> None:
-        """A stand-in of it is about to run, as what torch traced: give up what only its own forwards would notice."""
+    def note_unseen_use(self) -> None:
+        """A stand-in of it is about to run, as what torch traced, or an optimizer has stepped: give up what otherwise
+        only its own forwards would."""
 
     def forget_quantized_weights(self) -> None:
         """Within `constant_weights`: quantize the weights anew at the next use."""

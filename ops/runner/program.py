@@ -240,6 +240,7 @@ class Program:
             if wiring.writes is not None
         }
         self.reuses_gradients = any(wiring.reuses_gradients for wiring in self.backward)
+        self.wrapper: Callable[[], Any] = _no_wrapper  # the DistributedDataParallel for which it was checked last
 
     def context(self, index: int, operation: Any) -> OperationContext:
         """A new context of the operation at this index."""
@@ -287,6 +288,10 @@ class Program:
         dtypes = [self.contexts[index]["dtype"] for index in step.indices]
         alone = step.fused or all(operation.repeats_alone for operation in covered)
         return RepeatedStep(step.indices, self.request.recipe, torch.float32 in dtypes, alone)
+
+
+def _no_wrapper() -> None:
+    """As the weak reference of one that is gone."""
 
 
 def _lender(operations: Sequence[Any], index: int, towards: int, buffer: str) -> int | None:

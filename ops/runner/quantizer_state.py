@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes.recipe import Role
+from recipes.recipe import Recipe, Role
 from recipes.tensors.quantizer import Quantizer, StateShapes
 
 _PREFIXES = tuple(f"quantizer_{role.value}_" for role in Role)
@@ -23,7 +23,7 @@ _PREFIXES = tuple(f"quantizer_{role.value}_" for role in Role)
 class QuantizerState:
     """The state of one operation's quantizer for one role."""
 
-    def __init__(self, operation: nn.Module, role: Role, num_scales: int) -> None:
+    def __init__(self, operation: Any, role: Role, num_scales: int) -> None:
         self.operation = operation
         self.role = role.value
         self.prefix = f"quantizer_{role.value}_"
@@ -61,6 +61,8 @@ class QuantizerState:
             kept = min(len(old), len(new))  # a history of another length is cut, or goes on with zeros
             new[:kept] = old[:kept]
         self.operation.register_buffer(self.prefix + name, new)
+        # past its __setattr__, which would count it as a setting
+        vars(self.operation)["state_beginnings"] = {**self.operation.state_beginnings, self.prefix + name: initial}
         return new
 
 
@@ -88,6 +90,22 @@ class HeldState:
         return found
 
 
+def state_names(recipe: Recipe) -> frozenset[str]:
+    """The names of all states that operations may have under this recipe."""
+    quantizers = {role: recipe.quantizer(role) for role in Role}
+    return frozenset(
+        f"quantizer_{role.value}_{name}"
+        for role, quantizer in quantizers.items()
+        if quantizer is not None and quantizer.keeps_state
+        for name in quantizer.state_shapes(1)
+    )
+
+
+def held_names(buffers: Mapping[str, Any]) -> Iterator[str]:
+    """Those of these names that are of quantizers' states."""
+    return (name for name in buffers if name.startswith(_PREFIXES))
+
+
 def _is_ready(tensor: Tensor, shape: tuple[int, ...], device: torch.device | None) -> bool:
     return (
         tensor.shape == shape
@@ -100,7 +118,7 @@ def _is_ready(tensor: Tensor, shape: tuple[int, ...], device: torch.device | Non
 @torch.inference_mode(False)
 def prepare_loading(operation: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
     """Make the operation's state buffers those that `state_dict` holds under `prefix`."""
-    for name in list(_names(operation._buffers)):
+    for name in list(held_names(operation._buffers)):
         if prefix + name not in state_dict:
             del operation._buffers[name]
     for key, value in state_dict.items():
@@ -112,17 +130,23 @@ def prepare_loading(operation: nn.Module, state_dict: Mapping[str, Any], prefix:
                 operation.register_buffer(name, torch.empty(value.shape, dtype=torch.float32, device=device))
 
 
-def apply_to_state(operation: nn.Module, apply: Callable[[], Any]) -> None:
-    """Run `apply`, which converts all of the operation's tensors; the state goes to their device, but stays float32."""
-    before = {name: operation._buffers[name] for name in _names(operation._buffers)}
+def apply_to_state(operation: Any, apply: Callable[[], Any]) -> None:
+    """Run `apply`, which converts all of the operation's tensors; the state goes to their device, but stays float32.
+
+    Of what comes from the meta device, which has no numbers, the state is back at its beginning.
+    """
+    states = {name: operation._buffers[name] for name in held_names(operation._buffers)}
     apply()
-    for name, tensor in before.items():
+    for name, before in states.items():
         after = operation._buffers[name]
-        if tensor is not None and after is not None and not tensor.is_meta:
-            operation._buffers[name] = (
-                torch.empty_like(tensor, device=after.device) if after.is_meta else tensor.to(after.device)
-            )
-
-
-def _names(buffers: Mapping[str, Any]) -> Iterator[str]:
-    return (name for name in buffers if name.startswith(_PREFIXES))
+        if before is None or after is None:
+            continue
+        if after.is_meta:
+            operation._buffers[name] = torch.empty_like(before, dtype=torch.float32, device=after.device)
+        elif not before.is_meta:
+            operation._buffers[name] = before.to(after.device)
+        elif name in operation.state_beginnings:
+            begin = operation.state_beginnings[name]
+            operation._buffers[name] = torch.full_like(before, begin, dtype=torch.float32, device=after.device)
+        else:  # it came from a state dict: its next use makes it
+            del operation._buffers[name]

@@ -23,14 +23,16 @@ from ops.runner.callers_buffers import (
     place_of,
 )
 from ops.runner.context import IndexTensor, OperationContext, at_tensor
+from ops.runner.data_parallel import active_wrapper, leave_states, reduced_parameters
 from ops.runner.in_place import check_writable
-from ops.runner.input import as_input, check_extra_tensor, check_local, check_numbers
+from ops.runner.input import as_input, check_dense, check_extra_tensor, check_local, check_numbers
 from ops.runner.lent_memory import memory_for_output
 from ops.runner.names import in_profile
 from ops.runner.nested_backward import note_forward
 from ops.runner.node import PipelineFunction
 from ops.runner.parameters import computed_names, held_parameters, requires_grad
 from ops.runner.program import Planner, Program, Wiring, plan_unfused
+from ops.runner.quantizer_state import state_names
 from ops.runner.recent import Recent
 from ops.runner.repeat import OperationState, RepeatedStep, StepResult, kept_by_each, left_by, may_repeat
 from ops.runner.torch_autocast import dtype_of_autocast, without_autocast
@@ -197,6 +199,20 @@ class Pipeline:
                         f"Materialise it first: module.to_empty(device={str(x.device)!r}), then reset_parameters()."
                     )
 
+    def _enter(self, wrapper: Any, program: Program, parameters: Sequence[Tensor]) -> None:
+        """Run a program in the forward of this DistributedDataParallel, which is not that of last time."""
+        leave_states(wrapper, state_names(program.request.recipe))
+        reduced = reduced_parameters(wrapper)
+        # In training gradients may be needed without being enabled: a reentrant checkpoint runs forward again later.
+        for index, operation in enumerate(self.operations if program.needs_grad or program.request.training else ()):
+            slots = program.contexts[index]["parameter_slots"].items()
+            trained = {name: parameters[slot] for name, slot in slots if parameters[slot].requires_grad}
+            try:
+                operation.check_reduced(trained, reduced)
+            except RuntimeError as error:
+                raise_located(self.labels, index, operation, error)
+        program.wrapper = weakref.ref(wrapper)
+
     def __call__(
         self,
         x: Any,
@@ -210,11 +226,12 @@ class Pipeline:
         """Run x through the operations.
 
         extras: every name in `self.consumed`. wanted: the names of the extra outputs to return.
-        Returns (y, {name: extra output}). Raises TypeError for an x that is no tensor, of complex numbers, or of
-        integers where an operation computes in floating point, and for an extra tensor that is none; ValueError for one
-        on another device than x.
+        Returns (y, {name: extra output}). Raises TypeError for an x that is no tensor, sparse, of complex numbers, or
+        of integers where an operation computes in floating point, and for an extra tensor that is none; ValueError for
+        one on another device than x.
         """
         x = as_input(x)
+        check_dense(x)
         check_local((("x", x), *extras.items()))
         for name, index in self._tensors:
             try:
@@ -241,6 +258,9 @@ class Pipeline:
         if within_dual_level():
             refuse_tangents((x, *extras.values(), *parameters.present))
         program = self._program(x, extras, parameters, training, fusions_version)
+        wrapper = active_wrapper()
+        if wrapper is not None and program.wrapper() is not wrapper:
+            self._enter(wrapper, program, parameters.present)
         call = Call(program, extras, tuple(wanted), buffers or {}, self, forward)
         if program.computed:
             call.hold_computed(parameters.present)

@@ -33,13 +33,15 @@ from torch import Tensor, nn
 
 from ops.runner.backward import Record, run_backward
 from ops.runner.context import at_tensor, state_of
+from ops.runner.data_parallel import active_wrapper, leave_states
 from ops.runner.nested_backward import within_backward
 from ops.runner.parameters import computed_names, without_parametrizations
 from ops.runner.program import Program
+from ops.runner.quantizer_state import state_names
 from ops.runner.repeat import MOST_KEYS, OperationState, may_repeat
 from ops.runner.run import Call, Pipeline, step_of
 from ops.runner.torch_autocast import without_autocast
-from recipes.recipe import Recipe, Role
+from recipes.recipe import Recipe
 from recipes.stack import Stack, current_recipe, open_entries
 from recipes.tensors.abstract import is_abstract
 from recipes.tensors.splits import Splits
@@ -171,7 +173,8 @@ class TracedPlan:
         self._hooked = [_is_hooked(operation) for operation in pipeline.operations]
         self._settings = [operation.settings for operation in pipeline.operations]
         self._recipes = pipeline.traced_recipes
-        self._keeps_state = any(q is not None and q.keeps_state for q in map(terms.recipe.quantizer, Role))
+        self._state_names = state_names(terms.recipe)
+        self._wrapper: Any = None  # a weak reference to the DistributedDataParallel in which it ran last
         self._slots = [
             (at, name) for at, operation in enumerate(pipeline.operations) for name in operation.parameter_names()
         ]
@@ -251,6 +254,9 @@ class TracedPlan:
     def _forward(self, run: Run, tensors: Sequence[Tensor], pipeline: Pipeline) -> tuple[list[Tensor], _Left | None]:
         """What `_execute` gives, or gave: repeated as a whole if it can be."""
         self._check_call(tensors[0].device, run)
+        if (wrapper := active_wrapper()) is not None and (self._wrapper is None or self._wrapper() is not wrapper):
+            leave_states(wrapper, self._state_names)
+            self._wrapper = weakref.ref(wrapper)
         if not run.repeats or not may_repeat(tensors[0].device, open_entries()):
             return self._execute(run, tensors, self._operations, pipeline)
         states = [state for held in self._states for state in held.values()]
@@ -375,19 +381,19 @@ class TracedPlan:
                     "not see of operations that no module holds. Call torch.compiler.reset()."
                 )
             scopes = scopes or operation.opened_scope is not None
-            operation.note_traced_call()
+            operation.note_unseen_use()
         if scopes:
             raise RuntimeError(
                 "constant_weights is open around a compiled model, or one that FlopCounterMode or torch.func sees as "
                 "operations of torch: these quantize the weights in each forward. Leave the scope before the call, or "
                 "run the model without torch.compile, FlopCounterMode and torch.func."
             )
-        if self._keeps_state and run.records and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._state_names and run.records and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"A CUDA graph of a compiled forward under {recipe.name!r} is captured, whose replays would leave its "
                 "scales as they are. Compile without mode='reduce-overhead', or capture by fuser.graph."
             )
-        if self._keeps_state and run.records and again:
+        if self._state_names and run.records and again:
             raise RuntimeError(
                 f"A forward under {recipe.name!r} is computed again in a backward, when its scales may have moved. "
                 "Leave the checkpoint around the compiled model out, or use a recipe without a state."
