@@ -46,19 +46,20 @@ def row_and_column_amaxes_kernel(
         found = (first < end) & (group < num_groups)
         if LARGE:
             found &= rows_of_group(offsets_ptr, group, rows, num_groups) > most
-        first_column = tile % tl.cdiv(columns, BLOCK_K) * BLOCK_K
-        row = tl.arange(0, BLOCK_M)
-        column = tl.arange(0, BLOCK_K)
-        mask_row = (row < height_of(first, end, BLOCK_M)) & found
-        mask_column = (column < columns - first_column) & found
-        at = source_of(row_of_ptr, start + row, mask_row)[:, None] * columns + first_column + column[None, :]
-        x = tl.load(x_ptr + at, mask=mask_row[:, None] & mask_column[None, :], other=0.0)
-        _, of_rows, of_columns = with_amaxes(x, BLOCK_M)
-        if row_amax_ptr is not None:
-            _raise(row_amax_ptr + start + row, tl.max(of_rows, axis=1), mask_row)
-        if column_amax_ptr is not None:
-            at = column_amax_ptr + tl.cast(group, tl.int64) * columns + first_column
-            _raise(at + column, tl.reshape(of_columns, [BLOCK_K]), mask_column)
+        if found:
+            first_column = tile % tl.cdiv(columns, BLOCK_K) * BLOCK_K
+            row = tl.arange(0, BLOCK_M)
+            column = tl.arange(0, BLOCK_K)
+            mask_row = row < height_of(first, end, BLOCK_M)
+            mask_column = column < columns - first_column
+            at = source_of(row_of_ptr, start + row, mask_row)[:, None] * columns + first_column + column[None, :]
+            x = tl.load(x_ptr + at, mask=mask_row[:, None] & mask_column[None, :], other=0.0)
+            _x, of_rows, of_columns = with_amaxes(x, BLOCK_M)
+            if row_amax_ptr is not None:
+                _raise(row_amax_ptr + start + row, tl.max(of_rows, axis=1), mask_row)
+            if column_amax_ptr is not None:
+                of_group = column_amax_ptr + tl.cast(group, tl.int64) * columns + first_column
+                _raise(of_group + column, tl.reshape(of_columns, [BLOCK_K]), mask_column)
 
 
 @triton.jit(do_not_specialize=["rows", "num_groups", "slots", "num_rows", "num_columns"])

@@ -43,14 +43,14 @@ def amax_kernel(
         found = (first < end) & (group < num_groups)
         if LARGE:
             found &= rows_of_group(offsets_ptr, group, rows, num_groups) > most
-        first_column = tile % tl.cdiv(columns, BLOCK_K) * BLOCK_K
-        row = tl.arange(0, BLOCK_M)
-        column = tl.arange(0, BLOCK_K)[None, :]
-        there = (row < height_of(first, end, BLOCK_M)) & found
-        inside = there[:, None] & (column < columns - first_column)
-        at = source_of(row_of_ptr, start + row, there)[:, None] * columns + first_column + column
-        x = widen(tl.load(x_ptr + at, mask=inside, other=0.0)).to(tl.float32)
         if found:
+            first_column = tile % tl.cdiv(columns, BLOCK_K) * BLOCK_K
+            row = tl.arange(0, BLOCK_M)
+            column = tl.arange(0, BLOCK_K)[None, :]
+            there = row < height_of(first, end, BLOCK_M)
+            inside = there[:, None] & (column < columns - first_column)
+            at = source_of(row_of_ptr, start + row, there)[:, None] * columns + first_column + column
+            x = widen(tl.load(x_ptr + at, mask=inside, other=0.0)).to(tl.float32)
             raise_amax_at(meeting_of(meetings_ptr, group), tl.max(tl.max(magnitude(x), axis=1), axis=0), None)
 
 
