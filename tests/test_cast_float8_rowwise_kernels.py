@@ -5,7 +5,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from recipes.casts import cast_float8
 from recipes.casts import cast_float8_rowwise as kernels
 from recipes.casts.cast import cast_ref, dequantize_ref
 from recipes.float8_rowwise import RowwiseScalingQuantizer
@@ -171,21 +170,3 @@ def test_large_random_splits(form):
     check("cuda", poisoned(8, 384, 640), form, stacked=True)
     for columns in (2048, 7168, 16384, 20000):
         check("cuda", poisoned(1025, columns), form, copies="rowwise")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("copies", ["both", "columnwise"])
-@pytest.mark.parametrize("power_2", [False, True])
-@FORMS
-def test_groups_meet_beside_larger_ones(form, power_2, copies, monkeypatch):
-    """Up to 192 rows do; weights of 384 rows do not, and all of 9999."""
-    for most in (192, 9999):
-        monkeypatch.setattr(cast_float8, "most_rows", lambda *about, most=most: most)
-        for columns in (16, 272, 1024):
-            sizes = [0, *torch.randint(0, 300, (40,)).tolist(), 192, 193, 0, 64, 1]
-            x = poisoned(sum(sizes) + 200, columns)
-            x[sum(sizes) :] = NAN
-            with patch.object(kernels, "_cast_vectors", wraps=kernels._cast_vectors) as met:
-                check("cuda", x, form, copies=copies, sizes=sizes, power_2=power_2, epsilon=1e-2)
-            assert met.called
-        check("cuda", poisoned(5, 384, 272), form, copies=copies, power_2=power_2, stacked=True)

@@ -20,12 +20,21 @@ from recipes.casts.float8_tiles_gluon import (
     codes_of_rows,
     in_thirty_two,
     larger_magnitude,
-    largest_of,
+    larger_pair,
     store_sixteen,
 )
 from recipes.triton.rounding import unpack_pairs
 
 _ROWS, _WIDTH = gl.constexpr(128), gl.constexpr(128)
+
+
+@gluon.jit
+def largest_of(pairs):
+    """Of tensors of words of two bfloat16 numbers, pair by pair."""
+    found = pairs[0]
+    for i in gl.static_range(1, len(pairs)):
+        found = larger_pair(found, pairs[i])
+    return found
 
 
 @gluon.jit

@@ -66,7 +66,8 @@ def m_grouped_float8_config(
     few = rows < FEW_ROWS * num_groups and not batch_invariant
     if few or layout == "row":
         return _SMALL
-    if gluon and num_groups <= GLUON_GROUPS:
+    # Fast accumulation with scales of rows and columns is as fast in Triton.
+    if gluon and num_groups <= GLUON_GROUPS and (promote or layout != "vector"):
         return _HIGH_IN_GLUON if layout == "square" else _WIDE_IN_GLUON
     if not promote:
         return _WIDE
