@@ -259,7 +259,6 @@ def launch_float8_gluon(
                 for x_scale, w_scale, split in (
                     (one, one, False),
                     (one, one, True),
-                    (torch.empty(1, rows), vector, False),
                     (torch.empty(1, rows), vector, True),
                     (torch.empty(2, rows), square, False),
                 ):
@@ -268,10 +267,9 @@ def launch_float8_gluon(
         w, bias = torch.empty(groups, half_tiles, width, dtype=b), torch.empty(groups, half_tiles)
         y = torch.empty(rows, half_tiles, dtype=out_dtype)
         vectors = torch.empty(1, rows), torch.empty(groups, 1, half_tiles)
-        for x_scale, w_scale in ((one, one), vectors):
-            for split in (False, True):
-                arguments = x, x_scale, w, w_scale, offsets, bias, scales, y, split
-                grouped_gemm_float8.grouped_gemm_tn_float8_triton(*arguments)
+        for given, split in (((one, one), False), ((one, one), True), (vectors, True)):
+            arguments = x, given[0], w, given[1], offsets, bias, scales, y, split
+            grouped_gemm_float8.grouped_gemm_tn_float8_triton(*arguments)
         dy_T, x_T, row = (
             torch.empty(width, rows, dtype=a),
             torch.empty(width, rows, dtype=b),
