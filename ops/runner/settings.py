@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import fields
 from functools import cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ops.kernels.elementwise.activation import Activation
-
-_PLAIN = (bool, int, float, str, Activation)  # compared by value
+_PLAIN = (bool, int, float, str)  # compared by value, as the fields of frozen dataclasses are
 
 
 class Settings(NamedTuple):
@@ -48,9 +47,14 @@ def check_settings(operation: Any, forward: Settings) -> None:
 def _is_same(before: Any, value: Any) -> bool:
     if before is value:
         return True
-    if type(before) is tuple and type(value) is tuple:
+    if type(before) is not type(value):
+        return False
+    if type(before) is tuple:
         return len(before) == len(value) and all(map(_is_same, before, value))
-    return type(before) is type(value) and isinstance(before, _PLAIN) and before == value
+    how = getattr(type(before), "__dataclass_params__", None)
+    if how is not None and how.frozen:
+        return all(_is_same(getattr(before, field.name), getattr(value, field.name)) for field in fields(before))
+    return isinstance(before, _PLAIN) and before == value
 
 
 @cache

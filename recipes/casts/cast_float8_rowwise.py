@@ -42,7 +42,7 @@ MOST_COLUMNS = 16384  # of a row that one program holds in 16 warps
 
 
 def amaxes_config(x: Tensor) -> CastFloat8Config:
-    """Measured on an H100; fewer columns where numbers, or their addresses, take more registers."""
+    """Whole units of 16 bits: measured on an H100. Else fewer columns, which spill nothing (compiled, not timed)."""
     return CastFloat8Config(block_m=64, block_k=64 if x.shape[-1] % 16 or x.itemsize > 2 else 256, num_warps=4)
 
 
