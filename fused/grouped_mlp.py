@@ -42,7 +42,7 @@ from ops.kernels.elementwise.activation import (
 )
 from ops.kernels.elementwise.dactivation_cast import fits
 from ops.kernels.grouped_gemm.grouped_activation import why_not_at_once
-from ops.products.paths import Path, casts_blocks, choose_path, how_cast_as_computed
+from ops.products.paths import Path, casts_in_backward, choose_path, how_cast_as_computed
 from ops.runner.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
 from ops.runner.parameters import parameter_dtype
 from recipes.recipe import Role
@@ -126,8 +126,8 @@ class GroupedMLP(FusedOperation):
         about = request.device, request.dtype
         forward = how_cast_as_computed(inputs, *about, self.fc2.own_in_features)
         step = activation_step(self.activation, self.scaled)
-        in_blocks = casts_blocks(step, request.dtype, self.fc2.own_in_features, request.device, gradients, inputs)
-        if forward == how_cast_as_computed(gradients, *about, runs=self._runs, in_blocks=in_blocks):
+        alone = casts_in_backward(step, request.dtype, self.fc2.own_in_features, request.device, gradients, inputs)
+        if forward == how_cast_as_computed(gradients, *about, runs=self._runs, alone=alone):
             return "" if forward is None else f"{forward}, "
         return "" if forward is None else f"{forward} in forward, "
 
@@ -214,17 +214,17 @@ class GroupedMLP(FusedOperation):
         act_into = dh_into = None
         dh_copies = {"rowwise": fc1_ctx.needs.input, "columnwise": fc1.needs_weight_grad(fc1_ctx)}
         gradients = fc1_ctx.quantizer(Role.GRAD_OUTPUT) if any(dh_copies.values()) else None
-        in_blocks = False
+        alone = False
         if not reads_act and (wgrad or dh_copies["columnwise"]) and fits(dact, saved.h, step):
             quantizers = (gradients, inputs) if wgrad else (gradients,)
-            in_blocks = casts_blocks(step, dact.dtype, dact.shape[1], dact.device, *quantizers)
+            alone = casts_in_backward(step, dact.dtype, dact.shape[1], dact.device, *quantizers)
         if wgrad:
             act_into = path.quantized_buffers(
-                dact.shape, dact.dtype, splits, inputs, **act_copy, meetings=found, in_blocks=in_blocks
+                dact.shape, dact.dtype, splits, inputs, **act_copy, meetings=found, alone=alone
             )
         if gradients is not None:
             dh_into = path.quantized_buffers(
-                saved.h.shape, saved.h.dtype, splits, gradients, **dh_copies, runs=self._runs, in_blocks=in_blocks
+                saved.h.shape, saved.h.dtype, splits, gradients, **dh_copies, runs=self._runs, alone=alone
             )
         dh, d_act_scales, act = dactivation(
             dact, saved.h, self.activation, saved.scales if self.scaled else None,

@@ -21,6 +21,7 @@ from recipes import Splits
 from recipes.casts.scale_rules import Float32Scale, GivenScale
 from recipes.current_scaling import per_tensor
 from recipes.float8_block import Float8BlockQuantizer
+from recipes.float8_rowwise import RowwiseScalingQuantizer
 from recipes.mxfp8 import MXFP8Quantizer
 from recipes.tensors.formats import ALL, E4M3, E5M2, Float8Format, ScaleSpec
 from recipes.tensors.grouped_tensor import GroupedTensor
@@ -156,12 +157,24 @@ def test_groups_meet_beside_larger_ones(dtype, copies, kind, monkeypatch):
 @pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda f: f.name)
 @pytest.mark.parametrize("copies", ["row", "column", "both"])
 @pytest.mark.parametrize("rule", [True, False], ids=["powers of two", "float32"])
-def test_blocks_are_cast_as_they_are_computed_in_backward(rule, copies, form, scaled, kind):
-    """dh with scales for 128 values of its rows and columns, and act of its columns."""
-    act, quantizer = Activation(kind), Float8BlockQuantizer(form, power_2_scale=rule, amax_epsilon=0.0 if rule else 0.5)
+@pytest.mark.parametrize(
+    ("quantizer", "most"),
+    [(Float8BlockQuantizer, 0), (RowwiseScalingQuantizer, 192), (RowwiseScalingQuantizer, 9999)],
+    ids=["blocks", "rows and columns, up to 192 rows meet", "rows and columns"],
+)
+def test_rows_and_columns_are_cast_as_they_are_computed_in_backward(
+    quantizer, most, rule, copies, form, scaled, kind, monkeypatch
+):  # fmt: skip
+    """dh with scales for 128 values of its rows and columns, or for all, and act of its columns."""
+    monkeypatch.setattr(cast_float8, "most_rows", lambda *about: most)
+    act, quantizer = Activation(kind), quantizer(form, power_2_scale=rule, amax_epsilon=0.0 if rule else 0.5)
     wanted = {"rowwise": copies != "column", "columnwise": copies != "row"}
     of_act = {"rowwise": False, "columnwise": True}
-    for sizes, width in [([5, 0, 33, 1], 128), ([0, 0], 128), ([3, 129, 0, 700, 5, 64, 128, 200], 384)]:
+    at_random = torch.randint(0, 400, (20,)).tolist()
+    for sizes, width in [
+        ([5, 0, 33, 1], 128), ([0, 0], 128), ([3, 129, 0, 700, 5, 64, 128, 200], 384),
+        (at_random, 256 if quantizer.spec.block[1] == 128 else 208),
+    ]:  # fmt: skip
         rows = sum(sizes) + TAIL
         splits = Splits.make(torch.tensor(sizes, device="cuda"), rows=rows, device="cuda")
         h = torch.randn(rows, 2 * width, device="cuda").bfloat16()
@@ -185,6 +198,28 @@ def test_blocks_are_cast_as_they_are_computed_in_backward(rule, copies, form, sc
         if scaled:
             mine, other = got[1][: sum(sizes)], dscales[: sum(sizes)]
             torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantizer", [Float8BlockQuantizer(E4M3), RowwiseScalingQuantizer(E4M3)], ids=str)
+def test_more_programs_cast_as_they_compute_than_a_gpu_holds(quantizer):
+    """Rows of a model's size, whose groups meet one after the other."""
+    sizes = torch.randint(0, 1536, (64,)).tolist()
+    splits = Splits.make(torch.tensor(sizes, device="cuda"), rows=sum(sizes), device="cuda")
+    act, both, of_act = (
+        Activation("swiglu"),
+        {"rowwise": True, "columnwise": True},
+        {"rowwise": False, "columnwise": True},
+    )
+    h, dact = (torch.randn(sum(sizes), width, device="cuda").bfloat16() for width in (2816, 1408))
+    dh, _, again = dactivation(dact, h, act, None, need_act=True)
+    expected = quantizer.quantize_grouped(dh, splits, **both), quantizer.quantize_grouped(again, splits, **of_act)
+    for _ in range(3):
+        dh_into = quantizer.empty_grouped(h.shape, h.dtype, splits, **both)
+        act_into = quantizer.empty_grouped(dact.shape, h.dtype, splits, **of_act)
+        dactivation(dact, h, act, None, need_dh=False, dh_into=dh_into, act_into=act_into)
+        same(dh_into.copies, expected[0], "dh")
+        same(act_into.copies, expected[1], "act")
 
 
 def check_casts(spec: ScaleSpec, dtype: torch.dtype, copies: str, scaled: bool, kind: str, device: str) -> None:
@@ -363,15 +398,16 @@ def test_explain_says_where_activations_are_quantized():
 
 
 @pytest.mark.parametrize("runs", [True, False])
-def test_explain_says_where_blocks_are_quantized_in_backward(runs, monkeypatch):
-    """Of whole blocks, where kernels in Gluon run."""
+def test_explain_says_where_rows_and_columns_are_quantized_in_backward(runs, monkeypatch):
+    """Where kernels in Gluon run; blocks if they are whole."""
     monkeypatch.setattr(dactivation_cast, "runs_gluon", lambda device: runs and device.type == "cuda")
     for width, interleave in ((128, None), (64, None), (128, 32)):
         activation = ops.ScaledSwiGLU(glu_interleave_size=interleave)
         model = Sequential(ops.GroupedLinear(2, 32, 2 * width), activation, ops.GroupedLinear(2, width, 32))
-        said = model.explain(recipe="fp8_block", device="cuda", dtype=torch.bfloat16)
-        in_both = runs and width == 128 and interleave is None
-        assert f"quantized as it is computed{'' if in_both else ' in forward'}, recomputed" in said
+        for recipe, widths in (("fp8_block", (128,)), ("fp8_rowwise", (128, 64))):
+            said = model.explain(recipe=recipe, device="cuda", dtype=torch.bfloat16)
+            in_both = runs and width in widths and interleave is None
+            assert f"quantized as it is computed{'' if in_both else ' in forward'}, recomputed" in said
 
 
 def test_tensors_without_numbers_are_asked_for_no_address(monkeypatch):

@@ -1,10 +1,12 @@
 """The kernels of `cast_float8_rowwise`: bit for bit what the references give, for every layout and every odd size."""
 
+from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from recipes.casts import cast_float8
 from recipes.casts import cast_float8_rowwise as kernels
 from recipes.casts.cast import cast_ref, dequantize_ref
 from recipes.float8_rowwise import RowwiseScalingQuantizer
@@ -170,3 +172,37 @@ def test_large_random_splits(form):
     check("cuda", poisoned(8, 384, 640), form, stacked=True)
     for columns in (2048, 7168, 16384, 20000):
         check("cuda", poisoned(1025, columns), form, copies="rowwise")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("copies", ["both", "columnwise"])
+@pytest.mark.parametrize("power_2", [False, True])
+@FORMS
+def test_groups_meet_beside_larger_ones(form, power_2, copies, monkeypatch):
+    """Up to 192 rows do; weights of 384 rows do not, and all of 9999."""
+    for most in (192, 9999):
+        monkeypatch.setattr(cast_float8, "most_rows", lambda *about, most=most: most)
+        for columns in (16, 272, 1024):
+            sizes = [0, *torch.randint(0, 300, (40,)).tolist(), 192, 193, 0, 64, 1]
+            x = poisoned(sum(sizes) + 200, columns)
+            x[sum(sizes) :] = NAN
+            with patch.object(kernels, "_cast_vectors", wraps=kernels._cast_vectors) as met:
+                check("cuda", x, form, copies=copies, sizes=sizes, power_2=power_2, epsilon=1e-2)
+            assert met.called
+        check("cuda", poisoned(5, 384, 272), form, copies=copies, power_2=power_2, stacked=True)
+
+
+@pytest.mark.gpu
+def test_more_programs_meet_than_a_gpu_holds():
+    """Bits of the kernels in Triton for weights and rows of a model's size: groups meet one after the other."""
+    sizes = torch.randint(0, 1536, (64,)).tolist()
+    rows = {"splits": Splits.make(sizes, rows=sum(sizes), device="cuda")}
+    spec = RowwiseScalingQuantizer(E4M3).spec
+    for shape, about in (((64, 2816, 2048), {"stacked": True}), ((sum(sizes), 2048), rows), ((sum(sizes), 1408), rows)):
+        x = torch.randn(shape, device="cuda").bfloat16()
+        cast = partial(kernels.cast_float8_rowwise_on_triton, x, spec, rowwise=True, columnwise=True, **about)
+        with patch.object(kernels, "meets_in_gluon", lambda *about: False):
+            expected = cast()
+        for _ in range(3):
+            for mine, other in zip(cast(), expected, strict=True):
+                assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))

@@ -1,4 +1,5 @@
-"""Every kernel configuration, compiled for Hopper without a GPU: no spills, no serialised wgmma, memory that suffices.
+"""Every kernel configuration, compiled for Hopper without a GPU: no spills, no serialised wgmma, memory that suffices,
+barriers whose memory nothing else takes.
 
 Run as a program, this file compiles: it puts a driver in place that has a target but no device, lets the launchers
 launch, and prints what came out, a line of JSON a kernel. The tests run it in a subprocess, because under the
@@ -17,6 +18,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
@@ -29,6 +31,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import triton
+from triton._C.libtriton import ir, nvidia, passes
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -89,6 +92,8 @@ MANY_ROWS, FEW_ROWS, DECODE_ROWS = 1024, 128, 8
 ALIGNED, ODD, HALF_TILES = (256, 512), (250, 510), (384, 640)  # in and out features
 NORM_WIDTHS = (*(2**n for n in range(16)), 4095, 100_000)
 LIMITS = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of shared memory
+# Where the compiler puts something in shared memory, and so many barriers.
+PLACE, BARRIERS = re.compile(r"allocation\.offset = (\d+)"), re.compile(r"local_alloc .*memdesc<(\d+)x1xi64")
 # At most, stored and loaded, by programs that wait in few registers: dSiTUGLU of fp16. dSwiGLU is faster so.
 SPILLED_AT_MEETINGS = 192
 # Of one of Hopper's multiprocessors, and what each of its programs has besides its own.
@@ -427,12 +432,13 @@ def launch_activation_casts(rows: int, features: int, dtype: torch.dtype) -> Non
 
 def launch_dactivations(dact: torch.Tensor, h: torch.Tensor, splits: Splits, factors: torch.Tensor) -> None:
     """What is quantized in backward by kernels in Gluon: by rows, columns and both, with and without values."""
-    quantizers = Float8BlockQuantizer(E4M3), CurrentScalingQuantizer(E4M3), CurrentScalingQuantizer(E5M2)
+    blocks, vectors = Float8BlockQuantizer(E4M3), [RowwiseScalingQuantizer(form) for form in (E4M3, E5M2)]
+    quantizers = blocks, *vectors, CurrentScalingQuantizer(E4M3), CurrentScalingQuantizer(E5M2)
     for quantizer, (row, column) in product(quantizers, ((True, True), (True, False), (False, True))):
         room = partial(quantizer.empty_grouped, dtype=dact.dtype, splits=splits)
-        known = {} if quantizer is quantizers[0] else {"meetings": empty_meetings(GROUPS, dact.device)}
+        known = {} if quantizer in (blocks, *vectors) else {"meetings": empty_meetings(GROUPS, dact.device)}
         for kind, most, need_dh in (("swiglu", MANY_ROWS, False), ("situglu", 0, True), ("geglu", MANY_ROWS, True)):
-            if dact.shape[1] % 128 and quantizer is quantizers[0]:
+            if dact.shape[1] % 128 and quantizer is blocks:
                 continue
             with meetings_of(most):
                 activation.dactivation(
@@ -537,6 +543,10 @@ def launch_rowwise_casts(rows: int, features: int, dtype: torch.dtype) -> None:
             back(*copies[:2], how, dtype, columnwise=False, **about)
             back(*copies[2:], how, dtype, columnwise=True, **about)
             cast(given, how, rowwise=False, columnwise=True, **kind)
+            if dtype == torch.bfloat16:
+                for rowwise in (True, False):
+                    with meetings_of(rows):
+                        cast(given, how, rowwise=rowwise, columnwise=True, **kind)
         row_of = torch.empty(rows, dtype=torch.int64)
         for rowwise, columnwise in ((True, True), (True, False)):
             cast(x, how, rowwise=rowwise, columnwise=columnwise, splits=splits, row_of=row_of)
@@ -762,6 +772,7 @@ def compile_all(mode: str, arch: int, every: bool) -> None:
                 "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
                 "adds": compiled.asm["ptx"].count("cp.reduce.async.bulk.tensor"),
                 "warnings": re.findall(r".*\(?C75\d\d\)?.*", log),
+                "shared_barriers": shared_barriers(compiled.asm["ttgir"]) if name.endswith("gluon_kernel") else [],
             }
             file.write_text(json.dumps(report))
         if compiled.hash not in reported:
@@ -770,6 +781,26 @@ def compile_all(mode: str, arch: int, every: bool) -> None:
 
     with patch.object(JITFunction, "run", only_compile):
         launch()
+
+
+def shared_barriers(ttgir: str) -> list[str]:
+    """What else the compiler puts into the memory of barriers of copies (`recipes.triton.barriers_gluon`)."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ttgir") as file:
+        file.write(ttgir)
+        file.flush()
+        context = ir.context()
+        ir.load_dialects(context)
+        nvidia.load_dialects(context)
+        module = ir.parse_mlir_module(file.name, context)
+    manager = ir.pass_manager(context)
+    passes.convert.add_scf_to_cf(manager)
+    passes.gluon.add_inliner(manager)
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, 90, 80)
+    manager.run(module, "shared memory")
+    placed = [(int(found[1]), found.string) for found in map(PLACE.search, str(module).splitlines()) if found]
+    barriers = {at + i for at, line in placed for count in BARRIERS.findall(line) for i in range(8 * int(count))}
+    assert barriers or "init_barrier" not in ttgir
+    return [line for at, line in placed if at in barriers and not BARRIERS.search(line)]
 
 
 def launch_mode(mode: str, arch: int) -> None:
@@ -787,6 +818,9 @@ def launch_mode(mode: str, arch: int) -> None:
             for copies in ((True, True), (True, False), (False, True)):
                 made = dict(zip(("rowwise", "columnwise"), copies, strict=True))
                 cast_float8.cast_float8_on_triton(h, per_tensor(E4M3, Float32Scale()), splits=splits, **made)
+                if made["columnwise"]:
+                    vectors = RowwiseScalingQuantizer(E4M3).spec
+                    cast_float8_rowwise.cast_float8_rowwise_on_triton(h, vectors, splits=splits, **made)
     elif mode == FIRST:
         launch_all("bf16", (MANY_ROWS, FEW_ROWS), (ALIGNED, ODD))
         launch_routing(MANY_ROWS)
@@ -862,11 +896,12 @@ def test_what_the_tuner_tries_compiles_for_hopper(cache):
 def test_kernels_in_gluon_compile_for_hopper_with_each_release(every, cache):
     reports = compiled(GLUON, 90, cache, every)
     products = {"m_grouped_gluon_kernel", "k_grouped_gluon_kernel", "k_grouped_float8_gluon_kernel"}
-    casts = {"cast_nvfp4_gluon_kernel", "cast_float8_gluon_kernel"}
-    casts |= {f"dactivation_{kind}gluon_kernel" for kind in ("", "amax_", "blocks_")}
+    casts = {"cast_nvfp4_gluon_kernel", "cast_float8_gluon_kernel", "cast_float8_vectors_gluon_kernel"}
+    casts |= {f"dactivation_{kind}gluon_kernel" for kind in ("", "amax_", "blocks_", "vectors_", "vector_amaxes_")}
     assert products | casts <= {report["kernel"] for report in reports}
     for report in reports:
         assert report["shared_bytes"] <= LIMITS[90] and not report["spilled_bytes"] and not report["warnings"], report
+        assert not report["shared_barriers"], report
 
 
 @pytest.mark.timeout(1800)

@@ -30,8 +30,7 @@ from torch import Tensor
 from ops.kernels.elementwise.activation import Activation
 from ops.kernels.elementwise.chain import Step
 from ops.kernels.elementwise.chain_cast import why_no_cast
-from ops.kernels.elementwise.dactivation_cast import BLOCK as SCALED_AT_ONCE
-from ops.kernels.elementwise.dactivation_cast import fits_gluon, of_blocks
+from ops.kernels.elementwise.dactivation_cast import casts_alone, fits_gluon
 from ops.kernels.grouped_gemm.bias_grad import grouped_bias_grad
 from ops.kernels.grouped_gemm.grouped_activation import grouped_activation
 from ops.kernels.grouped_gemm.grouped_gemm import Operands, k_grouped, m_grouped, without_row_factors
@@ -144,19 +143,19 @@ class GroupedPath:
         whole_rows: bool = False,
         runs: int | None = None,
         meetings: Tensor | None = None,
-        in_blocks: bool = False,
+        alone: bool = False,
     ) -> QuantizedBuffers | None:
         """Where the element-wise kernel that computes x [T, K] puts what `quantize` would make of it; None if it is
         quantized from memory.
 
         whole_rows: whether the kernel may hold whole rows of x, as it does in forward. runs: it computes so many
-        columns beside each other; None: all. meetings: as in `SpecQuantizer.empty_grouped`. in_blocks: what
-        `casts_blocks` says
+        columns beside each other; None: all. meetings: as in `SpecQuantizer.empty_grouped`. alone: what
+        `casts_in_backward` says
         """
         columns = shape[-1] if whole_rows and not columnwise else None
         if not math.prod(shape):
             return None
-        if not in_blocks and not casts_as_computed(quantizer, splits.device, dtype, columns, runs):
+        if not alone and not casts_as_computed(quantizer, splits.device, dtype, columns, runs):
             return None
         assert isinstance(quantizer, SpecQuantizer), "of others nothing is known"
         about: dict[str, Any] = {} if meetings is None else {"meetings": meetings}
@@ -453,13 +452,13 @@ def casts_as_computed(
     return quantizer.casts_by_spec() and why_no_cast(quantizer.spec, grouped=True, columns=columns, runs=runs) is None
 
 
-def casts_blocks(
+def casts_in_backward(
     step: Step, dtype: torch.dtype, columns: int, device: torch.device, *quantizers: Quantizer | None
 ) -> bool:
-    """Whether the kernel that computes an activation's backward, act of so many columns, quantizes dh and act by these
-    with a scale for each 128 values."""
+    """Whether the kernel that computes an activation's backward, act of so many columns, quantizes dh and act by these,
+    as no element-wise kernel does: `casts_alone`."""
     specs = [q.spec for q in quantizers if isinstance(q, SpecQuantizer) and q.casts_by_spec()]
-    if len(specs) < len(quantizers) or columns % SCALED_AT_ONCE or not all(map(of_blocks, specs)):
+    if len(specs) < len(quantizers) or not casts_alone(columns, specs):
         return False
     return fits_gluon(dtype, columns, step, device)
 
@@ -470,10 +469,10 @@ def how_cast_as_computed(
     dtype: torch.dtype,
     columns: int | None = None,
     runs: int | None = None,
-    in_blocks: bool = False,
+    alone: bool = False,
 ) -> str | None:
-    """What such a kernel does for the cast, in words; None for nothing. in_blocks: what `casts_blocks` says."""
-    if in_blocks:
+    """What such a kernel does for the cast, in words; None for nothing. alone: what `casts_in_backward` says."""
+    if alone:
         return "quantized as it is computed"
     if not casts_as_computed(quantizer, device, dtype, columns, runs):
         return None

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from recipes.casts.cast_float8_triton import scale_of_amax
-from recipes.casts.cast_nvfp4_gluon import BOX_LAYOUT, WORDS_LAYOUT, barrier
+from recipes.casts.cast_nvfp4_gluon import BOX_LAYOUT, WORDS_LAYOUT
 from recipes.casts.float8_tiles_gluon import (
     larger_pair,
     largest,
@@ -24,9 +24,52 @@ from recipes.casts.float8_tiles_gluon import (
     write_columns,
     write_rows,
 )
+from recipes.triton.barriers_gluon import barrier, invalidate
 from recipes.triton.meeting import amax_of_all, arrive, known_amax, meeting_of
 
 _ROWS, _WIDTH, _PARTS = gl.constexpr(64), gl.constexpr(128), gl.constexpr(2)
+
+
+@gluon.jit
+def tile_at(offsets_ptr, aligned_ptr, slot, ROWS, COLUMNS, places, num_groups):
+    """Of a slot: its group, first row and how many of the tile's rows are there, first place in columnwise codes and
+    how many are left; the first row of its matrix in these, the group's first place there, and the group's rows."""
+    if offsets_ptr is None:
+        slots = gl.cdiv(ROWS, _ROWS)
+        group = slot // slots
+        place = (slot % slots * _ROWS).to(gl.int64)
+        first = group.to(gl.int64) * ROWS + place
+        end = (group + 1).to(gl.int64) * ROWS
+        left = gl.minimum(ROWS - place, _ROWS).to(gl.int32)
+        matrix = group.to(gl.int64) * COLUMNS
+        start = gl.cast(0, gl.int64)
+        size = gl.cast(ROWS, gl.int64)
+    else:
+        group, first, end, place, left = tile_of_rows(offsets_ptr, aligned_ptr, slot, ROWS, places, num_groups)
+        matrix = gl.cast(0, gl.int64)
+        start = place - first + gl.load(offsets_ptr + group)
+        size = rows_of(offsets_ptr, group, ROWS, num_groups)
+    return group, first, gl.maximum(gl.minimum(end - first, _ROWS), 0).to(gl.int32), place, left, matrix, start, size
+
+
+@gluon.jit
+def fetch(x, first, first_column, loaded):
+    """Boxes of 16 rows of each of the tiles, those that have one of the first `loaded` rows on their way; and for each
+    16 rows a barrier."""
+    boxes = gl.allocate_shared_memory(gl.bfloat16, [_PARTS * 4, 16, _WIDTH], BOX_LAYOUT)
+    ready = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(4):
+        mbarrier.init(ready.index(i), count=1)
+    fence_async_shared()
+    barrier()
+    for i in gl.static_range(4):
+        mbarrier.expect(ready.index(i), _PARTS * 16 * _WIDTH * 2, pred=loaded > 16 * i)
+        for part in gl.static_range(_PARTS):
+            tma.async_copy_global_to_shared(
+                x, [first.to(gl.int32) + 16 * i, first_column + part * _WIDTH], ready.index(i),
+                boxes.index(4 * part + i), pred=loaded > 16 * i,
+            )  # fmt: skip
+    return boxes, ready
 
 
 @gluon.jit(do_not_specialize=["num_groups", "most"])
@@ -45,38 +88,13 @@ def cast_float8_gluon_kernel(
     columns = COLUMNS - first_column
     if gl.program_id(0) == 0:
         store_inverses(scale_inv_ptr, meetings_ptr, offsets_ptr, ROWS, num_groups, "meeting", FORM, RULE)
-    if offsets_ptr is None:
-        slots = gl.cdiv(ROWS, _ROWS)
-        group = slot // slots
-        place = (slot % slots * _ROWS).to(gl.int64)
-        first = group.to(gl.int64) * ROWS + place
-        end = (group + 1).to(gl.int64) * ROWS
-        left = gl.minimum(ROWS - place, _ROWS).to(gl.int32)
-        matrix = group.to(gl.int64) * COLUMNS
-        start = gl.cast(0, gl.int64)
-        size = gl.cast(ROWS, gl.int64)
-    else:
-        group, first, end, place, left = tile_of_rows(offsets_ptr, aligned_ptr, slot, ROWS, places, num_groups)
-        matrix = gl.cast(0, gl.int64)
-        start = place - first + gl.load(offsets_ptr + group)  # of the group
-        size = rows_of(offsets_ptr, group, ROWS, num_groups)
-    height = gl.maximum(gl.minimum(end - first, _ROWS), 0).to(gl.int32)
+    group, first, height, place, left, matrix, start, size = tile_at(
+        offsets_ptr, aligned_ptr, slot, ROWS, COLUMNS, places, num_groups
+    )
     active = group < num_groups
     if (height > 0) | (left > 0):
-        boxes = gl.allocate_shared_memory(gl.bfloat16, [_PARTS * 4, 16, _WIDTH], BOX_LAYOUT)
-        ready = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(4):
-            mbarrier.init(ready.index(i), count=1)
-        fence_async_shared()
-        barrier()
         loaded = gl.where(active, height, 0)
-        for i in gl.static_range(4):
-            mbarrier.expect(ready.index(i), _PARTS * 16 * _WIDTH * 2, pred=loaded > 16 * i)
-            for part in gl.static_range(_PARTS):
-                tma.async_copy_global_to_shared(
-                    x, [first.to(gl.int32) + 16 * i, first_column + part * _WIDTH], ready.index(i),
-                    boxes.index(4 * part + i), pred=loaded > 16 * i,
-                )  # fmt: skip
+        boxes, ready = fetch(x, first, first_column, loaded)
         words = boxes._reinterpret(gl.uint32, [_PARTS * 4, 32, 32], WORDS_LAYOUT)
         of_words: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
         lane = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(1, of_words)), 1) % 16
@@ -119,3 +137,4 @@ def cast_float8_gluon_kernel(
                         tiles.index(part), scale, column_codes_ptr.to(gl.pointer_type(gl.int64)), matrix + at,
                         COLUMNS - at, place, left, places, FORM,
                     )  # fmt: skip
+        invalidate(ready)

@@ -3,7 +3,8 @@
 What is computed: `cast.py`, with the block (1, ALL), a `Float32Scale` and a transposed columnwise copy.
 
 Two Triton kernels: one finds the amaxes of the rows and of each group's columns (maxima do not depend on the order, so
-atomics do no harm), one casts both copies in one pass. The rowwise copy alone takes one read of x, where a row fits
+atomics do no harm), one casts both copies in one pass. On Hopper, in bfloat16, groups whose programs fit on the GPU at
+once find theirs at meetings (`cast_float8_vectors_gluon`). The rowwise copy alone takes one read of x, where a row fits
 into the registers of a program. Nothing is read from the device on the host.
 """
 
@@ -18,10 +19,15 @@ from torch import Tensor
 
 from recipes.casts.cast_float8 import (
     BLOCK,
+    GLUON_TILE,
     CastFloat8Config,
     cast_float8_config,
+    few_programs,
     format_of,
+    meets_in_gluon,
     num_row_tiles,
+    rows_that_meet,
+    usual_rows,
 )
 from recipes.casts.cast_float8_rowwise_triton import (
     cast_float8_rows_kernel,
@@ -34,7 +40,19 @@ from recipes.casts.scale_rules import Float32Scale
 from recipes.tensors.abstract import is_abstract
 from recipes.tensors.formats import Float8Format, ScaleSpec
 from recipes.tensors.splits import Splits
+from recipes.triton.gates import why_no_gluon
 from recipes.triton.launch import Launch, cdiv, has_work, next_power_of_2
+from recipes.triton.meeting import WORDS
+
+if why_no_gluon((9, 0)) is None:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+    from recipes.casts.cast_float8_vectors_gluon import cast_float8_vectors_gluon_kernel
+    from recipes.casts.cast_nvfp4_gluon import BOX_LAYOUT
+    from recipes.triton.repeated import DESCRIPTORS
+
+    DESCRIPTORS.add(GluonDescriptor)
+    _cast_vectors = Launch(cast_float8_vectors_gluon_kernel)
 
 # -------------------------------------------------------------------------------------------------------------- config
 
@@ -131,34 +149,50 @@ def _cast_both(
     """Launch: amaxes of contiguous x, then the copies that there are."""
     groups, rows, columns = x_GTK.shape
     rows = rows if row_of is None else row_of.shape[0]
-    offsets = None if splits is None else splits.offsets
+    offsets, aligned = (None, None) if splits is None else (splits.offsets, splits.aligned(BLOCK))
     num_groups = groups if splits is None else splits.num_groups
     row_codes, row_scale, column_codes, column_scale = copies
-    num_columns = 0 if column_scale is None else column_scale.numel()
-    # Columns first: as a rule there is a multiple of 16 bytes of them, where the rows' then begin.
-    num_rows = 0 if row_scale is None else row_scale.numel()
-    amax = torch.zeros(num_columns + num_rows, dtype=torch.float32, device=x_GTK.device)
-    row_amax, column_amax = (
-        None if found is None else part
-        for found, part in ((row_scale, amax[num_columns:]), (column_scale, amax[:num_columns]))
+    usual = rows if splits is None else usual_rows(rows, num_groups)
+    most = None
+    if row_of is None and meets_in_gluon(x_GTK, column_codes):
+        most = rows_that_meet(x_GTK, columns, GLUON_TILE, usual)
+    # In one memory, so that one launch makes them 0; the rows' begin at a multiple of 16 bytes, as a rule.
+    num_columns, num_rows = (0 if scale is None else scale.numel() for scale in (column_scale, row_scale))
+    sizes = 0 if most is None else num_groups * WORDS, num_columns, num_rows
+    memory = torch.zeros(sum(sizes), dtype=torch.int32, device=x_GTK.device).split(sizes)
+    meetings, column_amax, row_amax = (
+        None if found is None else part for found, part in zip((memory, column_scale, row_scale), memory, strict=True)
     )
-    if groups * rows * columns:
+    if groups * rows * columns and (most is None or (splits is not None and rows > most)):
         config = amaxes_config(x_GTK)
+        tiles = num_row_tiles(groups, rows, offsets, config.block_m, 0) * cdiv(columns, config.block_k)
         _amaxes(
-            x_GTK, num_row_tiles(groups, rows, offsets, config.block_m, 0) * cdiv(columns, config.block_k),
-            x_GTK, row_of, *(None if part is None else part.view(torch.int32) for part in (row_amax, column_amax)),
-            offsets, rows, columns, num_groups,
-            BLOCK_M=config.block_m, BLOCK_K=config.block_k, num_warps=config.num_warps,
+            x_GTK, tiles if most is None else few_programs(x_GTK, tiles),
+            x_GTK, row_of, row_amax, column_amax, offsets, rows, columns, num_groups, tiles, most or 0,
+            LARGE=most is not None, BLOCK_M=config.block_m, BLOCK_K=config.block_k, num_warps=config.num_warps,
         )  # fmt: skip
+    width = 0 if column_codes is None else column_codes.shape[-1]
+    if most is not None:
+        tiles = num_row_tiles(groups, rows, offsets, GLUON_TILE.block_m, BLOCK) * cdiv(columns, GLUON_TILE.block_k)
+        matrix = x_GTK.view(-1, columns)
+        _cast_vectors(
+            x_GTK, tiles,
+            GluonDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [16, 128], BOX_LAYOUT.value),
+            None if row_codes is None else row_codes.view(torch.int32),
+            None if column_codes is None else column_codes.view(torch.int64),
+            row_scale, column_scale, meetings, row_amax, column_amax, offsets, aligned,
+            rows, columns, width, num_groups, most, FORM=form["FORM"], RULE=(form["POWER_2"], amax_epsilon),
+            num_warps=GLUON_TILE.num_warps, maxnreg=GLUON_TILE.registers,
+        )  # fmt: skip
+        return
     config = cast_float8_config(columns)
     slots = num_row_tiles(groups, rows, offsets, config.block_m, BLOCK) if columns else 0
     words = None if column_codes is None else as_words(column_codes)
     _cast_rowwise(
         x_GTK, max(1, slots * cdiv(columns, config.block_k)),  # one at least: programs write the scales, too
-        x_GTK, row_of, as_bytes(row_codes), words, row_scale, column_scale, row_amax, column_amax,
-        offsets, None if splits is None else splits.aligned(BLOCK),
-        rows, columns, 0 if column_codes is None else column_codes.shape[-1], num_groups, slots,
-        num_rows, num_columns, amax_epsilon,
+        x_GTK, row_of, as_bytes(row_codes), words, row_scale, column_scale,
+        *(None if part is None else part.view(torch.float32) for part in (row_amax, column_amax)),
+        offsets, aligned, rows, columns, width, num_groups, slots, num_rows, num_columns, amax_epsilon,
         PACKED=has_words(words), **form, BLOCK_M=config.block_m, BLOCK_K=config.block_k, num_warps=config.num_warps,
     )  # fmt: skip
 

@@ -12,6 +12,7 @@ from recipes.casts.cast_float8_triton import (
     load_part,
     load_transposed,
     part_of_tile,
+    rows_of_group,
     scale_of_amax,
     source_of,
     store_part,
@@ -19,38 +20,46 @@ from recipes.casts.cast_float8_triton import (
 )
 from recipes.casts.float8_elements_triton import float8_codes, float8_values, float8_words, magnitude
 from recipes.triton.gates import tl, triton
+from recipes.triton.meeting import largest_group
 from recipes.triton.rounding import round_to, widen
 
 
-@triton.jit(do_not_specialize=["rows", "num_groups"])
+@triton.jit(do_not_specialize=["rows", "num_groups", "tiles", "most"])
 def row_and_column_amaxes_kernel(
-    x_ptr, row_of_ptr, row_amax_ptr, column_amax_ptr, offsets_ptr, rows, columns, num_groups,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, row_of_ptr, row_amax_ptr, column_amax_ptr, offsets_ptr, rows, columns, num_groups, tiles, most,
+    LARGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Raises the amaxes of the rows, and of each group's columns, to those of one tile. None: not computed.
+    """Raises the amaxes of the rows, and of each group's columns. None: not computed. LARGE: of groups with more than
+    `most` rows.
 
     row_of_ptr: None, or which row of x each row is. row_amax_ptr: [all rows], column_amax_ptr: [groups, columns]; the
     bits of float32 numbers, whose order is theirs. From the last tile to the first, which the cast that follows then
     finds in L2.
     """
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    slot = tile // tl.cdiv(columns, BLOCK_K)
-    _, group, first, end, start, _, _ = find_float8_tile(
-        offsets_ptr, None, slot, rows, rows, num_groups, 0, BLOCK_M
-    )  # fmt: skip
-    first_column = tile % tl.cdiv(columns, BLOCK_K) * BLOCK_K
-    row = tl.arange(0, BLOCK_M)
-    column = tl.arange(0, BLOCK_K)
-    mask_row = (row < height_of(first, end, BLOCK_M)) & (group < num_groups)
-    mask_column = (column < columns - first_column) & (first < end) & (group < num_groups)
-    at = source_of(row_of_ptr, start + row, mask_row)[:, None] * columns + first_column + column[None, :]
-    x = tl.load(x_ptr + at, mask=mask_row[:, None] & mask_column[None, :], other=0.0)
-    _x, of_rows, of_columns = with_amaxes(x, BLOCK_M)
-    if row_amax_ptr is not None:
-        _raise(row_amax_ptr + start + row, tl.max(of_rows, axis=1), mask_row)
-    if column_amax_ptr is not None:
-        column_amax_ptr += tl.cast(group, tl.int64) * columns + first_column
-        _raise(column_amax_ptr + column, tl.reshape(of_columns, [BLOCK_K]), mask_column)
+    if LARGE:
+        tiles = tl.where(largest_group(offsets_ptr, num_groups) > most, tiles, 0)
+    for step in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        tile = tiles - 1 - step
+        _, group, first, end, start, _, _ = find_float8_tile(
+            offsets_ptr, None, tile // tl.cdiv(columns, BLOCK_K), rows, rows, num_groups, 0, BLOCK_M
+        )  # fmt: skip
+        found = (first < end) & (group < num_groups)
+        if LARGE:
+            found &= rows_of_group(offsets_ptr, group, rows, num_groups) > most
+        if found:
+            first_column = tile % tl.cdiv(columns, BLOCK_K) * BLOCK_K
+            row = tl.arange(0, BLOCK_M)
+            column = tl.arange(0, BLOCK_K)
+            mask_row = row < height_of(first, end, BLOCK_M)
+            mask_column = column < columns - first_column
+            at = source_of(row_of_ptr, start + row, mask_row)[:, None] * columns + first_column + column[None, :]
+            x = tl.load(x_ptr + at, mask=mask_row[:, None] & mask_column[None, :], other=0.0)
+            _x, of_rows, of_columns = with_amaxes(x, BLOCK_M)
+            if row_amax_ptr is not None:
+                _raise(row_amax_ptr + start + row, tl.max(of_rows, axis=1), mask_row)
+            if column_amax_ptr is not None:
+                of_group = column_amax_ptr + tl.cast(group, tl.int64) * columns + first_column
+                _raise(of_group + column, tl.reshape(of_columns, [BLOCK_K]), mask_column)
 
 
 @triton.jit(do_not_specialize=["rows", "num_groups", "slots", "num_rows", "num_columns"])

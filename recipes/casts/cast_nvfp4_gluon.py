@@ -35,6 +35,7 @@ from recipes.casts.nvfp4_blocks_triton import (
     rounded_hadamard,
     signs_of_pairs,
 )
+from recipes.triton.barriers_gluon import barrier, invalidate
 from recipes.triton.gates import triton
 from recipes.triton.rounding import unpack_pairs
 
@@ -79,7 +80,6 @@ STORE_FOUR = gl.constexpr("""{
             @there st.global.v4.b32 [$1], {$2, $3, $4, $5};
             mov.b32 $0, 0;
             }""")
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name since Triton 3.7, and before
 # The same number, hidden from ptxas, which would otherwise move what follows from it out of a loop.
 AGAIN = gl.constexpr("mov.b32 $0, $1;")
 
@@ -440,10 +440,10 @@ def cast_nvfp4_gluon_kernel(
         boxes = gl.allocate_shared_memory(gl.bfloat16, [4, 16, C], BOX_LAYOUT)
         table = gl.allocate_shared_memory(gl.int32, [4, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
         entries = table._reinterpret(gl.int32, [4, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        mbarrier.init(ready, count=1)
+        ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(ready.index(0), count=1)
         fence_async_shared()
-        mbarrier.expect(ready, 4 * 16 * C * 2)
+        mbarrier.expect(ready.index(0), 4 * 16 * C * 2)
         is_whole = counted >= 64
         block = gl.arange(0, 4, gl.BlockedLayout([1], [32], [W], [0]))
         groups, rows, firsts = group + 0 * block, row + 16 * block, first + 16 * block
@@ -456,7 +456,7 @@ def cast_nvfp4_gluon_kernel(
                 groups, firsts = gl.where(block == b, place[0], groups), gl.where(block == b, of_x, firsts)
                 counts, heights = gl.where(block == b, place[3], counts), gl.where(block == b, place[4], heights)
                 rows = gl.where(block == b, place[1], rows)
-            tma.async_copy_global_to_shared(x, [of_x, column], ready, boxes.index(b))
+            tma.async_copy_global_to_shared(x, [of_x, column], ready.index(0), boxes.index(b))
         row_amaxes = amaxes_of(row_amax_ptr, groups, num_groups)
         column_amaxes = amaxes_of(column_amax_ptr, groups, num_groups)
         is_other = (is_ordinary(row_amaxes) & is_ordinary(column_amaxes)) ^ True
@@ -473,7 +473,7 @@ def cast_nvfp4_gluon_kernel(
             column_decodes.to(gl.int32, bitcast=True), rows,
         )  # fmt: skip
         barrier()
-        mbarrier.wait(ready, 0)
+        mbarrier.wait(ready.index(0), 0)
         if not is_whole:  # no rows but those that count
             words = boxes._reinterpret(gl.uint32, [4, 16 * W, 32], WORDS_LAYOUT)
             of_words: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [W, 1], [1, 0])
@@ -495,3 +495,4 @@ def cast_nvfp4_gluon_kernel(
                 boxes, entries, column, seed, row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr,
                 column_place, BLOCKS, K, RHT, ROUND_RHT, SQUARE, False,
             )  # fmt: skip
+        invalidate(ready)

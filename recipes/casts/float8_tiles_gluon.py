@@ -140,15 +140,25 @@ def store_sixteen(at, codes, is_there):
 
 
 @gluon.jit
-def write_columns(words, scale, codes_ptr, first_column, columns, place, left, places, FORM: gl.constexpr):
-    """Columnwise codes of words [128, 32] in shared memory: 16 rows of the first 64 columns, of the others, and so on.
-    codes_ptr: of int64, rows of `places` codes; this tile's begins at first_column, and `columns` of it are there."""
+def columns_of(words):
+    """32 rows of words [128, 32] in shared memory, which have 16 rows of the first 64 columns, of the others, and so
+    on: 32 tensors [4, 32], of the first rows, of the same rows of the other columns, and of the others."""
     layout: gl.constexpr = gl.DistributedLinearLayout(
         [[1, 0], [2, 0], [4, 0], [8, 0], [32, 0]], [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]], [[16, 0], [64, 0]], [],
         [128, 32],
     )  # fmt: skip
     x = words.load(layout).reshape([2, 2, 2, 16, 32]).permute([0, 2, 4, 1, 3]).reshape([4, 32, 32])
-    xs = in_thirty_two(x)
+    return in_thirty_two(x)
+
+
+@gluon.jit
+def write_columns(
+    words, scale, codes_ptr, first_column, columns, place, left, places, FORM: gl.constexpr,
+    VECTOR: gl.constexpr = False,
+):  # fmt: skip
+    """Columnwise codes of words [128, 32], as `columns_of` takes them. codes_ptr: of int64, rows of `places` codes;
+    this tile's begins at first_column, and `columns` of it are there. VECTOR: scale is what `scales_of_columns` gave"""
+    xs = columns_of(words)
     of_pairs: gl.constexpr = xs[0].type.layout
     quarter = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, of_pairs)), 1)
     pair = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, of_pairs)), 0)
@@ -158,7 +168,10 @@ def write_columns(words, scale, codes_ptr, first_column, columns, place, left, p
     is_there = ((column < columns) & (32 * half < left)).to(gl.int32)
     stride = places // 8
     for second in gl.static_range(2):
-        codes = codes_of_rows(xs, second, scale, FORM)
+        if VECTOR:
+            codes = codes_of_rows(xs, second, scale.index(second).load(of_pairs), FORM)
+        else:
+            codes = codes_of_rows(xs, second, scale, FORM)
         at = (first_column + column.to(gl.int64) + second) * stride + (place // 8 + 4 * half)
         own = codes_ptr + (at + odd * (2 - 2 * stride))
         gl.inline_asm_elementwise(
@@ -169,15 +182,22 @@ def write_columns(words, scale, codes_ptr, first_column, columns, place, left, p
 
 
 @gluon.jit
-def write_rows(words, scale, codes_ptr, first, first_column, columns, height, WIDTH, FORM: gl.constexpr):
+def write_rows(
+    words, scale, codes_ptr, first, first_column, columns, height, WIDTH, FORM: gl.constexpr,
+    VECTOR: gl.constexpr = False,
+):  # fmt: skip
     """Rowwise codes of words [32, 32] in shared memory, 16 rows of the first 64 columns and of the others. codes_ptr:
-    of words; this tile's begin at row `first` and first_column of WIDTH, and so many columns and rows are there."""
+    of words; this tile's begin at row `first` and first_column of WIDTH, and so many columns and rows are there.
+    VECTOR: scale is what `scales_of_rows` gave"""
     layout: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4]], [[0, 8], [0, 16], [1, 0], [2, 0], [16, 0]], [[4, 0], [8, 0]], [], [32, 32]
     )
     xs = in_eight(words.load(layout).reshape([32, 4, 8]))
-    codes = codes_of_columns(xs, scale, FORM)
-    of_codes: gl.constexpr = codes[0].type.layout
+    of_codes: gl.constexpr = xs[0].type.layout
+    if VECTOR:
+        codes = codes_of_columns(xs, gl.expand_dims(scale.load(gl.SliceLayout(1, of_codes)), 1), FORM)
+    else:
+        codes = codes_of_columns(xs, scale, FORM)
     row = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(1, of_codes)), 1)
     sixteen = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, of_codes)), 0)
     column = row // 16 * 64 + sixteen * 16
@@ -203,6 +223,15 @@ def largest_group(offsets_ptr, T, num_groups):
 def larger_pair(x, y):
     """Of words of two bfloat16 numbers the larger magnitudes, with any sign."""
     return gl.inline_asm_elementwise(LARGER_PAIR, "=r,r,r", [x, y], dtype=gl.uint32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def largest_of(pairs):
+    """Of tensors of words of two bfloat16 numbers, pair by pair."""
+    found = pairs[0]
+    for i in gl.static_range(1, len(pairs)):
+        found = larger_pair(found, pairs[i])
+    return found
 
 
 @gluon.jit

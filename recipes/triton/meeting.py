@@ -82,6 +82,12 @@ _WAIT = tl.constexpr("""{
 def arrive(meeting_ptr, amax):
     """Raise the amax of a group's meeting, at meeting_ptr, and count this program. amax: float32, no NaN."""
     raise_amax_at(meeting_ptr, amax, None)
+    be_counted(meeting_ptr)
+
+
+@triton.jit
+def be_counted(meeting_ptr):
+    """Count this program, behind what this thread has written."""
     tl.atomic_add(meeting_ptr + 1, 1, sem="release")
 
 
@@ -95,13 +101,19 @@ def raise_amax_at(amax_ptr, amax, active):
 @triton.jit
 def amax_of_all(meeting_ptr, programs):
     """The amax of a meeting, once so many have arrived. Not under the interpreter, which runs them one by one."""
-    tl.inline_asm_elementwise(
-        _WAIT, "=r,l,r", [meeting_ptr + 1, programs], dtype=tl.int32, is_pure=False, pack=1
-    )  # fmt: skip
+    wait_for_all(meeting_ptr, programs)
     amax = tl.inline_asm_elementwise(
         "ld.relaxed.gpu.global.s32 $0, [$1];", "=r,l", [meeting_ptr], dtype=tl.int32, is_pure=False, pack=1
     )  # fmt: skip
     return amax.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def wait_for_all(meeting_ptr, programs):
+    """Until so many have arrived."""
+    tl.inline_asm_elementwise(
+        _WAIT, "=r,l,r", [meeting_ptr + 1, programs], dtype=tl.int32, is_pure=False, pack=1
+    )  # fmt: skip
 
 
 @triton.jit

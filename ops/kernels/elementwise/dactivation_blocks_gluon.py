@@ -13,28 +13,20 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ops.kernels.elementwise.dactivation_gluon import compute, fetch
 from recipes.casts.cast_float8_block_triton import block_scale
-from recipes.casts.cast_nvfp4_gluon import STORE_COLUMNS, WORDS_LAYOUT, barrier, in_eight
+from recipes.casts.cast_nvfp4_gluon import STORE_COLUMNS, WORDS_LAYOUT, in_eight
 from recipes.casts.cast_nvfp4_triton import place_of
 from recipes.casts.float8_tiles_gluon import (
     codes_of_columns,
     codes_of_rows,
     in_thirty_two,
     larger_magnitude,
-    larger_pair,
+    largest_of,
     store_sixteen,
 )
+from recipes.triton.barriers_gluon import barrier, invalidate
 from recipes.triton.rounding import unpack_pairs
 
 _ROWS, _WIDTH = gl.constexpr(128), gl.constexpr(128)
-
-
-@gluon.jit
-def largest_of(pairs):
-    """Of tensors of words of two bfloat16 numbers, pair by pair."""
-    found = pairs[0]
-    for i in gl.static_range(1, len(pairs)):
-        found = larger_pair(found, pairs[i])
-    return found
 
 
 @gluon.jit
@@ -156,3 +148,4 @@ def dactivation_blocks_gluon_kernel(
             write_columns(
                 regions.index(part), column_codes_ptr, column_scale_ptr, at, tile, blocks, 2 * COLUMNS, FORM, RULE
             )
+    invalidate(ready)

@@ -1,12 +1,14 @@
 """`dactivation` of gated bfloat16 activations on Hopper, with dh and act quantized by kernels in Gluon.
 
-To FP8 with one scale a group, which is given, known, or follows from dh's amax: groups that are small enough find it at
-meetings; of larger ones dh is computed twice, and the first time only its amax is found. Or with a scale for each 128
-values. What is not taken here the element-wise kernel does (`chain.py`), or a cast from memory.
+To FP8 with one scale a group, which is given, known, or follows from dh's amax, or with one for each row and column:
+groups that are small enough find amaxes at meetings; of larger ones dh is computed twice, the first time for its
+amaxes alone. Or with a scale for each 128 values. What is not taken here the element-wise kernel does (`chain.py`), or
+a cast from memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,25 +25,32 @@ from ops.kernels.elementwise.chain_cast import (
     places_of,
     row_tiles,
 )
-from recipes.casts.cast_float8 import few_programs
+from recipes.casts.cast_float8 import BLOCK as ALIGNMENT
+from recipes.casts.cast_float8 import few_programs, rows_that_meet, usual_rows
 from recipes.casts.scale_rules import Float32Scale
-from recipes.tensors.formats import Float8Format, ScaleSpec
+from recipes.tensors.formats import ALL, Float8Format, ScaleSpec
 from recipes.tensors.quantizer import QuantizedBuffers
 from recipes.triton.gates import why_no_gluon
 from recipes.triton.launch import Launch, cdiv, has_work, runs_gluon
-from recipes.triton.meeting import MeetingTile
+from recipes.triton.meeting import WORDS, MeetingTile
 
 if why_no_gluon((9, 0)) is None:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
     from ops.kernels.elementwise.dactivation_blocks_gluon import dactivation_blocks_gluon_kernel
     from ops.kernels.elementwise.dactivation_gluon import dactivation_amax_gluon_kernel, dactivation_gluon_kernel
+    from ops.kernels.elementwise.dactivation_vectors_gluon import (
+        dactivation_vector_amaxes_gluon_kernel,
+        dactivation_vectors_gluon_kernel,
+    )
     from recipes.casts.cast_nvfp4_gluon import BOX_LAYOUT
     from recipes.triton.repeated import DESCRIPTORS
 
     DESCRIPTORS.add(GluonDescriptor)
     _dactivation, _amax = Launch(dactivation_gluon_kernel), Launch(dactivation_amax_gluon_kernel)
     _dactivation_blocks = Launch(dactivation_blocks_gluon_kernel)
+    _dactivation_vectors = Launch(dactivation_vectors_gluon_kernel)
+    _vector_amaxes = Launch(dactivation_vector_amaxes_gluon_kernel)
 
 # Four programs share a multiprocessor: 48 KB of shared memory and 16384 registers each.
 TILE = MeetingTile(block_m=64, block_k=128, num_warps=4, registers=128)
@@ -80,22 +89,36 @@ def casts_of(
     casts = [cast] if act_cast is None else [cast, act_cast]
     if not in_groups(cast) or (act_cast is not None and act_cast.row_codes is not None):
         return None
-    if all(of_blocks(one.spec) for one in casts):
-        is_whole = dact.shape[1] % BLOCK == 0 and casts[-1].column_codes is not None
-        return (cast, act_cast) if is_whole else None
+    if casts[-1].column_codes is not None and casts_alone(dact.shape[1], [one.spec for one in casts]):
+        return cast, act_cast
     known = {"given", "known"}
     if cast.kind not in known | {"meeting"} or (act_cast is not None and act_cast.kind not in known):
         return None
     return cast, act_cast
 
 
-def of_blocks(spec: ScaleSpec) -> bool:
+def casts_alone(columns: int, specs: Sequence[ScaleSpec]) -> bool:
+    """Whether only a kernel here computes dh and act, of so many columns, and quantizes them by all of these: with a
+    scale for each 128 values, or for each row and column."""
+    return all(map(_of_vectors, specs)) or (columns % BLOCK == 0 and all(map(_of_blocks, specs)))
+
+
+def _of_blocks(spec: ScaleSpec) -> bool:
     """Whether each 128 values have a float32 scale."""
+    return _has_float32_scales(spec, BLOCK, BLOCK)
+
+
+def _of_vectors(spec: ScaleSpec) -> bool:
+    """Whether each row, and each column of a group, has one."""
+    return _has_float32_scales(spec, ALL, ALIGNMENT)
+
+
+def _has_float32_scales(spec: ScaleSpec, values: int, alignment: int) -> bool:
     layout = spec.block, spec.columnwise, spec.alignment, spec.transform
     return (
         type(spec.element) is Float8Format
         and type(spec.scale_rule) is Float32Scale
-        and layout == ((1, BLOCK), "transposed", BLOCK, None)
+        and layout == ((1, values), "transposed", alignment, None)
     )
 
 
@@ -117,7 +140,9 @@ def dactivation_cast(
     scales = None if scales is None else scales.contiguous()
     tensors = _boxes(dact), _boxes(h), scales, shares, None if dh is None else dh.view(torch.int32)
     constants = cast_constants(cast, dact) | cast_constants(act_cast, dact, "Y_") | _functions(step, h.dtype)
-    if of_blocks(cast.spec):
+    if _of_vectors(cast.spec):
+        _launch_vectors(dact, h, tensors, cast, act_cast, constants)
+    elif _of_blocks(cast.spec):
         columnwise = act_cast or cast
         assert columnwise.column_codes is not None, "`casts_of` says so"
         blocks = columnwise.column_codes.shape[-1] // BLOCK
@@ -137,6 +162,36 @@ def dactivation_cast(
             cast.most, **constants, num_warps=TILE.num_warps, maxnreg=TILE.registers,
         )  # fmt: skip
     return dh, None if shares is None else shares.sum(0)
+
+
+def _launch_vectors(
+    dact: Tensor, h: Tensor, tensors: tuple[Any, ...], cast: Cast, act_cast: Cast | None, constants: dict[str, Any]
+) -> None:
+    """Launch, of the amaxes of groups that are too large to meet, too."""
+    rows, columns = dact.shape
+    groups, columnwise = num_groups(cast), act_cast or cast
+    assert columnwise.column_codes is not None, "`casts_of` says so"
+    of_cast, of_act = _codes_and_scales(cast), _codes_and_scales(act_cast)[2:]
+    most = rows_that_meet(h, columns, TILE, usual_rows(rows, groups)) or 0
+    # In one memory, so that one launch makes them 0: the meetings, and the amaxes of what is made.
+    found = (groups * WORDS, of_cast[1], of_cast[3], of_act[1])
+    sizes = [0 if one is None else one if isinstance(one, int) else one.numel() for one in found]
+    memory = torch.zeros(sum(sizes), dtype=torch.int32, device=h.device).split(sizes)
+    meetings, *amaxes = (None if one is None else part for one, part in zip(found, memory, strict=True))
+    tiles = row_tiles(cast, rows, TILE.block_m) * cdiv(columns, TILE.block_k)
+    about = {name: value for name, value in constants.items() if name not in ("CAST", "Y_CAST")}
+    if rows > most:
+        functions = {name: about[name] for name in ("STEPS", "BACKWARDS", "CONSTANTS", "SOURCE", "enable_fp_fusion")}
+        _vector_amaxes(
+            dact, few_programs(h, tiles) if most else tiles,
+            dact.view(torch.int32), h.view(torch.int32), tensors[2], *amaxes, cast.offsets, rows, columns, groups, most,
+            tiles, **functions, num_warps=TILE.num_warps, maxnreg=96,
+        )  # fmt: skip
+    _dactivation_vectors(
+        dact, tiles,
+        *tensors, *of_cast, *of_act, meetings, *amaxes, cast.offsets, columnwise.aligned, rows, columns,
+        columnwise.column_codes.shape[-1], groups, most, **about, num_warps=TILE.num_warps, maxnreg=TILE.registers,
+    )  # fmt: skip
 
 
 def _find_amaxes(dact: Tensor, h: Tensor, step: Step, scales: Tensor | None, cast: Cast, tiles: int) -> None:

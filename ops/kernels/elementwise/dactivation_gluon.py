@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from recipes.casts.cast_float8_triton import scale_of_amax
-from recipes.casts.cast_nvfp4_gluon import BOX_LAYOUT, WORDS_LAYOUT, barrier
+from recipes.casts.cast_nvfp4_gluon import BOX_LAYOUT, WORDS_LAYOUT
 from recipes.casts.float8_tiles_gluon import (
     larger_pair,
     largest,
@@ -35,6 +35,7 @@ from recipes.casts.float8_tiles_gluon import (
     write_columns,
     write_rows,
 )
+from recipes.triton.barriers_gluon import barrier, invalidate
 from recipes.triton.meeting import amax_of_all, arrive, known_amax, meeting_of, raise_amax_at
 from recipes.triton.rounding import bfloat16_pairs, unpack_pairs
 
@@ -214,6 +215,7 @@ def dactivation_gluon_kernel(
                     regions.index(part), dh_scale, column_codes_ptr.to(gl.pointer_type(gl.int64)),
                     part * COLUMNS + first_column, columns, place, left, places, FORM,
                 )  # fmt: skip
+        invalidate(ready)
 
 
 @gluon.jit(do_not_specialize=["T", "num_groups", "most", "tiles"])

@@ -46,7 +46,7 @@ from ops.kernels.grouped_gemm.high_precision_nt_gluon import (
     wait_for_room,
     with_layout,
 )
-from ops.kernels.grouped_gemm.m_grouped_gluon import HEIGHT, times_vectors
+from ops.kernels.grouped_gemm.m_grouped_gluon import HEIGHT, load_vectors, times_vectors
 from ops.kernels.grouped_gemm.measured_tiles import BOX_BYTES
 from ops.kernels.grouped_gemm.persistent_schedule import band, multiprocessors, serpentine_tile, tile_in_bands
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, ragged_indices
@@ -141,8 +141,9 @@ def add_scaled(acc, product, row_scale, of_columns):
 
 
 @gluon.jit
-def sum_products(given, step, num_steps, CONSUMER: gl.constexpr, LAYOUT: gl.constexpr, PROMOTE: gl.constexpr):
-    """Those of this consumer's rows and the columns of a tile: their left half and their right half."""
+def sum_products(given, step, num_steps, vectors, CONSUMER: gl.constexpr, LAYOUT: gl.constexpr, PROMOTE: gl.constexpr):
+    """Those of this consumer's rows and the columns of a tile: their left half and their right half. vectors: scales
+    of rows and columns that are loaded already, or None and None."""
     stages, _staging, full, empty, _where = given
     dy_stages, x_stages, dy_scale_stages, x_scale_stages = stages
     STAGES: gl.constexpr = full.shape[0]
@@ -177,8 +178,11 @@ def sum_products(given, step, num_steps, CONSUMER: gl.constexpr, LAYOUT: gl.cons
             acc = warpgroup_mma_wait(1, deps=[acc])
             free_stage(empty, step + s - 1, STAGES, CONSUMER, pred=s > 0)
     if not PROMOTE:
-        left, right = split_columns(warpgroup_mma_wait(0, deps=[acc]))
+        acc = warpgroup_mma_wait(0, deps=[acc])
         free_stage(empty, step + num_steps - 1, STAGES, CONSUMER, pred=num_steps > 0)
+        if LAYOUT == "vector":
+            acc = times_vectors(acc, *vectors)
+        left, right = split_columns(acc)
     return left, right
 
 
@@ -209,20 +213,29 @@ def multiply(
             num_steps = gl.cdiv(size, BLOCK_K)
             first_n = tile_n * BLOCK_M + CONSUMER * HEIGHT
             if CONSUMER == 0 or first_n < N:
-                # Scales of a group without columns may be anything.
-                left, right = sum_products(given, step, num_steps, CONSUMER, LAYOUT, PROMOTE)
                 place = num_groups - 1 - group if REVERSE else group
                 column = tile_k * BLOCK_N
                 middle = column + BLOCK_N // 2
+                # Scales of a group without columns may be anything.
+                vectors = None, None
                 if LAYOUT == "vector":
                     row_scale_ptr = dy_scale_ptr + group.to(gl.int64) * N + first_n
                     column_scale_ptr = x_scale_ptr + group.to(gl.int64) * K + column
                     height = gl.where(size > 0, N - first_n, 0)
                     width = gl.where(size > 0, K - column, 0)
-                    left = times_vectors(left, row_scale_ptr, column_scale_ptr, height, width)
-                    column_scale_ptr += BLOCK_N // 2
-                    right = times_vectors(right, row_scale_ptr, column_scale_ptr, height, width - BLOCK_N // 2)
-                elif LAYOUT == "tensor":  # one after the other, as `scale_sums`
+                    HALF: gl.constexpr = BLOCK_N // 2
+                    WIDTH: gl.constexpr = HALF if PROMOTE else BLOCK_N
+                    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+                    if not PROMOTE:  # before the products, whose time that takes
+                        vectors = load_vectors(row_scale_ptr, column_scale_ptr, height, width, HEIGHT, WIDTH, layout)
+                left, right = sum_products(given, step, num_steps, vectors, CONSUMER, LAYOUT, PROMOTE)
+                if LAYOUT == "vector" and PROMOTE:
+                    vectors = load_vectors(row_scale_ptr, column_scale_ptr, height, width, HEIGHT, HALF, layout)
+                    left = times_vectors(left, *vectors)
+                    column_scale_ptr += HALF
+                    vectors = load_vectors(row_scale_ptr, column_scale_ptr, height, width - HALF, HEIGHT, HALF, layout)
+                    right = times_vectors(right, *vectors)
+                if LAYOUT == "tensor":  # one after the other, as `scale_sums`
                     of_dy = gl.load(dy_scale_ptr + group * dy_scale_stride, mask=size > 0, other=0.0)
                     of_x = gl.load(x_scale_ptr + group * x_scale_stride, mask=size > 0, other=0.0)
                     left = left * of_dy * of_x

@@ -58,37 +58,48 @@ BOXES = 2  # of a consumer, on their way to the output
 
 
 @gluon.jit
-def times_vectors(acc, row_scale_ptr, column_scale_ptr, height, width):
-    """acc * row_scale[:, None] * column_scale[None, :], in this order; scales from `height` and `width` on are 0."""
-    offs_m = gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
-    offs_n = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+def load_vectors(
+    row_scale_ptr, column_scale_ptr, height, width, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr
+):
+    """The scales of HEIGHT rows and WIDTH columns of sums that lie so; from `height` and `width` on they are 0."""
+    offs_m = gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
+    offs_n = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     row_scale = gl.load(row_scale_ptr + offs_m, mask=offs_m < height, other=0.0)
     column_scale = gl.load(column_scale_ptr + offs_n, mask=offs_n < width, other=0.0)
+    return row_scale, column_scale
+
+
+@gluon.jit
+def times_vectors(acc, row_scale, column_scale):
+    """acc * row_scale[:, None] * column_scale[None, :], in this order."""
     return acc * gl.expand_dims(row_scale, 1) * gl.expand_dims(column_scale, 0)
 
 
 @gluon.jit
 def store_rows(
-    acc, out, staging, added, vectors, group, first, size, row, column, C,
+    acc, out, staging, vectors, added, group, first, size, row, column, C,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
-    """Stores acc, times its vectors and with its bias, at row `row` of the `size` rows from `first` on and at this
-    column, box by box. vectors: the scales of all rows and columns, or None and None."""
+    """Stores acc, with its bias, at row `row` of the `size` rows from `first` on and at this column, box by box.
+    vectors: scales of all rows and columns that acc is multiplied by first, or None and None."""
     if acc.shape[1] > out.block_shape[3]:
         left, right = split_columns(acc)
         middle = column + acc.shape[1] // 2
         store_rows(
-            left, out, staging, added, vectors, group, first, size, row, column, C, CONSUMER, CONSUMERS, 2 * PART
+            left, out, staging, vectors, added, group, first, size, row, column, C, CONSUMER, CONSUMERS, 2 * PART
         )
         store_rows(
-            right, out, staging, added, vectors, group, first, size, row, middle, C, CONSUMER, CONSUMERS, 2 * PART + 1
+            right, out, staging, vectors, added, group, first, size, row, middle, C, CONSUMER, CONSUMERS, 2 * PART + 1
         )
     else:
-        row_scale_ptr, column_scale_ptr = vectors
-        if row_scale_ptr is not None:
-            column_scale_ptr += group.to(gl.int64) * C + column
-            acc = times_vectors(acc, row_scale_ptr + (first + row), column_scale_ptr, size - row, C - column)
         bias_ptr, scales_ptr = added
+        if vectors[0] is not None:
+            layout: gl.constexpr = acc.type.layout
+            of_rows, of_columns = load_vectors(
+                vectors[0] + first + row, vectors[1] + group.to(gl.int64) * C + column, size - row, C - column,
+                acc.shape[0], acc.shape[1], layout,
+            )  # fmt: skip
+            acc = times_vectors(acc, of_rows, of_columns)
         if bias_ptr is not None:
             offs_c = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
             bias = gl.load(bias_ptr + group.to(gl.int64) * C + offs_c, mask=offs_c < C, other=0.0).to(gl.float32)
@@ -306,22 +317,47 @@ def sum_halves(given, step, num_steps, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def finish(acc, out, given, scales, added, group, first, size, column, CONSUMER: gl.constexpr, LAYOUT: gl.constexpr):
-    """Scales and stores what `sum_products` gave."""
+def sum_and_scale(
+    given, scales, group, first, size, column, step, num_steps, CONSUMER: gl.constexpr, TRANSPOSED: gl.constexpr,
+    LAYOUT: gl.constexpr, PROMOTE: gl.constexpr, EARLY: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    """`sum_products`; EARLY: times the vectors, which are loaded before the products, whose time that takes."""
+    if EARLY:
+        stages, _staging, _full, _empty, _queue, _ends, _offsets_ptr, sizes = given
+        a_scale_ptr, b_scale_ptr, _a_scale_stride, _b_scale_stride = scales
+        HEIGHT: gl.constexpr = stages[0].shape[1]
+        row = CONSUMER * HEIGHT
+        of_columns_ptr = b_scale_ptr + group.to(gl.int64) * sizes[3] + column
+        of_rows, of_columns = load_vectors(
+            a_scale_ptr + first + row, of_columns_ptr, size - row, sizes[3] - column, HEIGHT, WIDTH,
+            gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32]),
+        )  # fmt: skip
+        acc = sum_products(given, step, num_steps, CONSUMER, TRANSPOSED, LAYOUT, PROMOTE, WIDTH)
+        return times_vectors(acc, of_rows, of_columns)
+    else:
+        return sum_products(given, step, num_steps, CONSUMER, TRANSPOSED, LAYOUT, PROMOTE, WIDTH)
+
+
+@gluon.jit
+def finish(
+    acc, out, given, scales, added, group, first, size, column, CONSUMER: gl.constexpr, LAYOUT: gl.constexpr,
+    EARLY: gl.constexpr,
+):  # fmt: skip
+    """Scales and stores what `sum_and_scale` gave."""
     stages, staging, full, _empty, _queue, _ends, _offsets_ptr, sizes = given
     _rows, _num_groups, _R, C = sizes
     a_scale_ptr, b_scale_ptr, a_scale_stride, b_scale_stride = scales
     HEIGHT: gl.constexpr = acc.shape[0]
+    vectors = None, None
     if LAYOUT == "tensor":  # one after the other, as `scale_sums`
         if a_scale_ptr is not None:
             acc = acc * gl.load(a_scale_ptr + group * a_scale_stride)
         if b_scale_ptr is not None:
             acc = acc * gl.load(b_scale_ptr + group * b_scale_stride)
-    vectors = None, None
-    if LAYOUT == "vector":
+    elif LAYOUT == "vector" and not EARLY:
         vectors = a_scale_ptr, b_scale_ptr
     store_rows(
-        acc, out, staging, added, vectors, group, first, size, CONSUMER * HEIGHT, column, C, CONSUMER,
+        acc, out, staging, vectors, added, group, first, size, CONSUMER * HEIGHT, column, C, CONSUMER,
         stages[0].shape[0] // full.shape[0], 0,
     )  # fmt: skip
 
@@ -340,6 +376,7 @@ def multiply(
     PARTS: gl.constexpr = b_boxes.shape[0] // full.shape[0]
     HALF: gl.constexpr = BLOCK_N // 2
     IN_HALVES: gl.constexpr = PROMOTE and LAYOUT != "square"
+    EARLY: gl.constexpr = LAYOUT == "vector" and added[0] is None  # a bias needs registers, too
     num_tiles_m = gl.max(read_ends(ends), axis=0)
     num_tiles_n = gl.cdiv(C, BLOCK_N)
     num_steps = gl.cdiv(R, a_stages.shape[2])
@@ -355,14 +392,20 @@ def multiply(
                 free_stage(empty, step + s)
         elif IN_HALVES and (PARTS == 1 or C - column > HALF):
             left, right = sum_halves(given, step, num_steps, CONSUMER)
-            finish(left, out, given, scales, added, group, first, size, column, CONSUMER, LAYOUT)
-            finish(right, out, given, scales, added, group, first, size, column + HALF, CONSUMER, LAYOUT)
+            finish(left, out, given, scales, added, group, first, size, column, CONSUMER, LAYOUT, False)
+            finish(right, out, given, scales, added, group, first, size, column + HALF, CONSUMER, LAYOUT, False)
         elif PARTS == 1 or C - column > HALF:
-            whole = sum_products(given, step, num_steps, CONSUMER, TRANSPOSED, LAYOUT, PROMOTE, BLOCK_N)
-            finish(whole, out, given, scales, added, group, first, size, column, CONSUMER, LAYOUT)
+            whole = sum_and_scale(
+                given, scales, group, first, size, column, step, num_steps, CONSUMER, TRANSPOSED, LAYOUT, PROMOTE,
+                EARLY, BLOCK_N,
+            )  # fmt: skip
+            finish(whole, out, given, scales, added, group, first, size, column, CONSUMER, LAYOUT, EARLY)
         else:
-            left = sum_products(given, step, num_steps, CONSUMER, TRANSPOSED, LAYOUT, PROMOTE, HALF)
-            finish(left, out, given, scales, added, group, first, size, column, CONSUMER, LAYOUT)
+            half = sum_and_scale(
+                given, scales, group, first, size, column, step, num_steps, CONSUMER, TRANSPOSED, LAYOUT, PROMOTE,
+                EARLY, HALF,
+            )  # fmt: skip
+            finish(half, out, given, scales, added, group, first, size, column, CONSUMER, LAYOUT, EARLY)
         step += num_steps
         turn += 1
         tile = take(queue, turn)
@@ -429,8 +472,9 @@ def m_grouped_gluon_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=33 if LAYOUT == "square" else 1)
         mbarrier.init(empty.index(i), count=CONSUMERS)
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(handed.index(i), count=1)
+    if counter_ptr is not None:
+        for i in gl.static_range(SLOTS):
+            mbarrier.init(handed.index(i), count=1)
     fence_async_shared()
     count_tiles(offsets_ptr, num_groups, ends, BLOCK_M)
     stages = a_stages, b_boxes, b_stages, scale_stages

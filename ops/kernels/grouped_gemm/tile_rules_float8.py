@@ -66,8 +66,7 @@ def m_grouped_float8_config(
     few = rows < FEW_ROWS * num_groups and not batch_invariant
     if few or layout == "row":
         return _SMALL
-    # Fast accumulation with scales of rows and columns is as fast in Triton.
-    if gluon and num_groups <= GLUON_GROUPS and (promote or layout != "vector"):
+    if gluon and num_groups <= GLUON_GROUPS:
         return _HIGH_IN_GLUON if layout == "square" else _WIDE_IN_GLUON
     if not promote:
         return _WIDE

@@ -1,0 +1,23 @@
+"""Barriers of kernels in Gluon: of a program's threads, and of copies into its shared memory.
+
+The memory of barriers of copies must be theirs to the kernel's end. The GPU keeps their state and writes it there late:
+where the compiler, for which they were dead once all were waited for, had put scales into that memory, 0.6 % of the
+programs of a cast read the state of barriers as scales on an H100 (`bench/results/tuning.md`). A kernel ends with
+`invalidate`, which is a use of them.
+
+Import this only where `recipes.triton.gates.why_no_gluon` says None.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name since Triton 3.7, and before
+
+
+@gluon.jit
+def invalidate(barriers):
+    """All of these, [n, 1]; every thread has waited for those that copies had, and met the others since."""
+    COUNT: gl.constexpr = barriers.shape[0]
+    for i in gl.static_range(COUNT):
+        mbarrier.invalidate(barriers.index(i))
