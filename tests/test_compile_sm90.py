@@ -40,6 +40,7 @@ from ops.kernels.elementwise import activation, chain_cast, dactivation_cast
 from ops.kernels.elementwise import chain as elementwise
 from ops.kernels.elementwise import chain_steps as steps
 from ops.kernels.elementwise.activation import KINDS, Activation, activation_step
+from ops.kernels.elementwise.share_sums import sum_shares_triton
 from ops.kernels.grouped_gemm import bias_grad
 from ops.kernels.grouped_gemm import float8 as grouped_gemm_float8
 from ops.kernels.grouped_gemm import high_precision as grouped_gemm
@@ -70,6 +71,7 @@ from recipes.tensors.splits import Splits
 from recipes.triton.gates import why_no_gluon, why_not_this_release
 from recipes.triton.meeting import empty_meetings
 from recipes.triton.offsets import aligned_offsets_triton, clamped_offsets_triton
+from recipes.triton.zeros import compiled_zeros
 from tests.compiling import ROOT, compiling
 from tests.pairwise import cover, exhaustive, rest
 from tests.smoke import all_kernels
@@ -106,6 +108,7 @@ def launch_grouped_gemm(rows: int, features: tuple[int, int], dtype: torch.dtype
     offsets = torch.zeros(GROUPS + 1, dtype=torch.int64)
     clamped_offsets_triton(torch.empty(GROUPS, dtype=torch.int64), offsets, rows)
     aligned_offsets_triton(offsets, torch.empty_like(offsets), 128)
+    compiled_zeros.__wrapped__(0)
     bias, scales, alpha = torch.empty(GROUPS, N, dtype=dtype), torch.empty(rows), torch.empty(GROUPS)
     no_descriptors = [tensor[:1].expand(rows, -1) for tensor in (dy, x)]
     for extras in ((None, None, None), (bias, scales, alpha)):
@@ -381,6 +384,7 @@ def launch_chains(rows: int, features: int, dtype: torch.dtype) -> None:
         scaled = [activation_step(spec, True)]
         elementwise.elementwise(given, scaled, [factors])
         elementwise.delementwise(dy, given, scaled, [factors], need_operands=(True,), need_y=True)
+    sum_shares_triton(torch.empty(9, rows), factors)
     for form in (E4M3, E5M2):
         chain, operands = [steps.ADD_COLUMN, activation_step(Activation("gelu"), False)], [x[0], None]
         for quantizer in (MXFP8Quantizer(form), DelayedScalingQuantizer(form, DelayedScaling())):

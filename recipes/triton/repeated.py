@@ -18,7 +18,7 @@ What the host need not repeat is left out:
 
     views                    of which launches alone need the address: it follows from that of their base
     small temporary memory   of which launches alone need the address: parts of one buffer, or of one that is zeroed,
-                             which lives until the last of them is freed
+                             which lives until the last of them is freed; zeroed memory may be larger
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from typing import Any, NamedTuple
 import torch
 
 from recipes.triton.gates import TensorDescriptor, nvidia, why_not_this_release
+from recipes.triton.zeros import BLOCK, compiled_zeros, is_launched
 
 MOST_ADDRESSES = 256  # of an argument of a launch, for which descriptors are kept
-SMALL = 2**16  # bytes of temporary memory that may be part of a buffer, which lives until its last part is freed
+SMALL, SMALL_ZEROED = 2**16, 2**22  # bytes of temporary memory that may be part of a buffer
 _ALIGNMENT = 256  # bytes, of such parts
 
 # What code by torch.compile allocates with on the current GPU: shape, strides, dtype. It takes a quarter of the time of
@@ -88,7 +89,7 @@ class Operated(NamedTuple):
 
     made: the positions of what it made, none if it changed its arguments
     several: whether it returned a sequence
-    view_of: of a view, the position of its base, and how many bytes behind that it begins
+    views_of: if it made views, the position of the base of each, and how many bytes behind that it begins
     """
 
     operation: Any
@@ -96,7 +97,7 @@ class Operated(NamedTuple):
     kwargs: dict[str, Any]
     made: tuple[int, ...]
     several: bool = False
-    view_of: tuple[int, int] | None = None
+    views_of: tuple[tuple[int, int], ...] | None = None
 
 
 class Launched(NamedTuple):
@@ -168,7 +169,7 @@ def _needed(seen: Sequence[Seen], result: object) -> set[int]:
     """The positions whose tensor is needed, not only its address."""
     needed = set(_positions(result))
     for step in reversed(seen):
-        if isinstance(step, Operated) and (step.view_of is None or not needed.isdisjoint(step.made)):
+        if isinstance(step, Operated) and (step.views_of is None or not needed.isdisjoint(step.made)):
             needed.update(_positions((step.args, tuple(step.kwargs.values()))))
     return needed
 
@@ -183,15 +184,16 @@ class _Memory:
     def __init__(self, num_arguments: int, seen: Sequence[Seen], needed: set[int]) -> None:
         self.at = {position: (position, 0) for position in range(num_arguments)}
         self.buffers: list[Allocated] = []
-        for zeroed in (False, True):
-            small = [s for s in seen if isinstance(s, Allocated) and s.zeroed == zeroed and s.nbytes <= SMALL]
+        for zeroed, most in ((False, SMALL), (True, SMALL_ZEROED)):
+            small = [s for s in seen if isinstance(s, Allocated) and s.zeroed == zeroed and s.nbytes <= most]
             self._share([step for step in small if step.position not in needed], num_arguments + len(self.buffers))
         self._made: set[int] = set()  # the positions that have a tensor of their own
         count = num_arguments + len(self.buffers)
         for step in seen:
-            if isinstance(step, Operated) and step.view_of is not None and needed.isdisjoint(step.made):
-                number, offset = self.at[step.view_of[0]]
-                self.at[step.made[0]] = number, offset + step.view_of[1]
+            if isinstance(step, Operated) and step.views_of is not None and needed.isdisjoint(step.made):
+                for position, (base, behind) in zip(step.made, step.views_of, strict=True):
+                    number, offset = self.at[base]
+                    self.at[position] = number, offset + behind
                 continue
             made = (step.position,) if isinstance(step, Allocated) else step.made if isinstance(step, Operated) else ()
             for position in made:
@@ -250,6 +252,8 @@ class _Source:
         self.allocators: dict[torch.device, str] = {}
         launches = (step for step in seen if isinstance(step, Launched))
         self.addressed = {memory.at[place][0] for step in launches for place in _positions((step.args, step.bases))}
+        zeroed = (step for step in seen if isinstance(step, Allocated) and step.zeroed)
+        self.addressed |= {memory.at[step.position][0] for step in zeroed}
         arguments = range(num_arguments)
         self.lines = [f"{_named('t', arguments)} = tensors", f"{_named('a', arguments)} = addresses"]
 
@@ -262,7 +266,8 @@ class _Source:
 
     def allocate(self, step: Allocated, number: int) -> None:
         shape, dtype = self._constant(step.shape), self._constant(step.dtype)
-        if step.zeroed:
+        launches = step.zeroed and _compiled_allocator(step.device) is not None and is_launched(step.nbytes)
+        if step.zeroed and not launches:
             made = f"{self._constant(torch.zeros)}({shape}, dtype={dtype}, device={self._constant(step.device)})"
         else:
             allocator = self.allocators.get(step.device)
@@ -272,6 +277,11 @@ class _Source:
             made = f"{allocator}({shape}, {self._constant(step.strides)}, {dtype})"
         self.lines.append(f"t{number} = {made}")
         self._address(number)
+        if launches:
+            words = step.nbytes // 4
+            args = TensorPosition(number), words, BLOCK
+            zeros = Launched(compiled_zeros(step.device.index), (-(-words // BLOCK), 1, 1), args, ())
+            self.launch(zeros, at=lambda number: f"a{number}")
 
     def operate(self, step: Operated) -> None:
         args = [self._filled(arg, self._tensor) for arg in step.args]
@@ -284,7 +294,8 @@ class _Source:
         for number in made:
             self._address(number)
 
-    def launch(self, step: Launched) -> None:
+    def launch(self, step: Launched, at: Callable[[int], str] | None = None) -> None:
+        """at: of a position in its arguments, what is passed; by default its address."""
         function, first, args, apart = _call_arguments(step)
         bases = iter(step.bases)
         written = ["stream" if value is _STREAM else self._constant(value) for value in first]
@@ -293,7 +304,7 @@ class _Source:
             if isinstance(arg, _Descriptors):
                 of_kernel.append(f"{self._constant(arg)}[{self._at(next(bases).position)}]")
             else:
-                of_kernel.append(self._filled(arg, self._at))
+                of_kernel.append(self._filled(arg, at or self._at))
         together = f"[{', '.join(of_kernel)}]" if apart else ", ".join(of_kernel)
         self.lines.append(f"{self._constant(function)}({', '.join(written)}, {together})")
 
@@ -344,9 +355,13 @@ def _named(letter: str, numbers: Iterable[int]) -> str:
 
 def _allocator(device: torch.device) -> Callable[..., Any]:
     """What allocates uninitialised memory of this shape, with these strides, of this dtype."""
-    if device.type == "cuda" and _empty_on_gpu is not None and not _fills_memory():
-        return _empty_on_gpu
-    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    compiled = _compiled_allocator(device)
+    return compiled or (lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device))
+
+
+def _compiled_allocator(device: torch.device) -> Callable[..., Any] | None:
+    """`_empty_on_gpu`, where it is used."""
+    return _empty_on_gpu if device.type == "cuda" and not _fills_memory() else None
 
 
 # ----------------------------------------------------------------------------------------------------------- launches

@@ -108,7 +108,9 @@ class Tape(TorchDispatchMode):
                 self.seen.append(Allocated(positions[0], *lies, zeroed))
             else:
                 bases = [self._base(one, args) for one in new]
-                self.seen.append(Operated(func, *placed, positions, several, None if several else (*bases, None)[0]))
+                views_of = tuple(base for base in bases if base is not None)
+                are_views = bool(new) and len(views_of) == len(new)
+                self.seen.append(Operated(func, *placed, positions, several, views_of if are_views else None))
                 if any(base is None and one.data_ptr() % 16 for base, one in zip(bases, new, strict=True)):
                     self.repeatable = False  # another time it may lie better, or worse
         return result

@@ -50,6 +50,7 @@ from ops.kernels.elementwise.chain_cast import (
     row_tiles,
 )
 from ops.kernels.elementwise.chain_triton import delementwise_kernel, elementwise_kernel
+from ops.kernels.elementwise.share_sums import sum_shares
 from recipes.casts.cast_float8 import casts_natively
 from recipes.tensors.formats import ALL
 from recipes.triton.gates import JITFunction, tl
@@ -353,7 +354,8 @@ def delementwise(
         elif step.operand == "column":
             gradients.append(share if row_blocks == 1 else share.sum(0))
         elif step.operand == "row":
-            gradients.append(share if column_blocks == 1 else share.sum(0).view(dy.shape[:-1]))
+            total = share if column_blocks == 1 else sum_shares(share)
+            gradients.append(total if total.ndim == dy.ndim - 1 else total.view(dy.shape[:-1]))
         else:
             gradients.append(share)
     return ChainGradients(dx, tuple(gradients), y, None if column_shares is None else column_shares.sum(0))

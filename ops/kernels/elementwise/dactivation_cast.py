@@ -25,6 +25,7 @@ from ops.kernels.elementwise.chain_cast import (
     places_of,
     row_tiles,
 )
+from ops.kernels.elementwise.share_sums import sum_shares
 from recipes.casts.cast_float8 import BLOCK as ALIGNMENT
 from recipes.casts.cast_float8 import few_programs, rows_that_meet, usual_rows
 from recipes.casts.scale_rules import Float32Scale
@@ -161,7 +162,7 @@ def dactivation_cast(
             *tensors, codes_of(cast), codes_of(act_cast), rows, columns, places_of(cast, act_cast), num_groups(cast),
             cast.most, **constants, num_warps=TILE.num_warps, maxnreg=TILE.registers,
         )  # fmt: skip
-    return dh, None if shares is None else shares.sum(0)
+    return dh, None if shares is None else sum_shares(shares)
 
 
 def _launch_vectors(
