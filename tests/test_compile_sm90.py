@@ -108,7 +108,7 @@ def launch_grouped_gemm(rows: int, features: tuple[int, int], dtype: torch.dtype
     offsets = torch.zeros(GROUPS + 1, dtype=torch.int64)
     clamped_offsets_triton(torch.empty(GROUPS, dtype=torch.int64), offsets, rows)
     aligned_offsets_triton(offsets, torch.empty_like(offsets), 128)
-    compiled_zeros.__wrapped__(0)
+    compiled_zeros(0)
     bias, scales, alpha = torch.empty(GROUPS, N, dtype=dtype), torch.empty(rows), torch.empty(GROUPS)
     no_descriptors = [tensor[:1].expand(rows, -1) for tensor in (dy, x)]
     for extras in ((None, None, None), (bias, scales, alpha)):

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 
 from recipes.triton.gates import TensorDescriptor, nvidia, why_not_this_release
-from recipes.triton.zeros import BLOCK, compiled_zeros, is_launched
+from recipes.triton.zeros import BLOCK, compiled_zeros
 
 MOST_ADDRESSES = 256  # of an argument of a launch, for which descriptors are kept
 SMALL, SMALL_ZEROED = 2**16, 2**22  # bytes of temporary memory that may be part of a buffer
@@ -266,8 +266,10 @@ class _Source:
 
     def allocate(self, step: Allocated, number: int) -> None:
         shape, dtype = self._constant(step.shape), self._constant(step.dtype)
-        launches = step.zeroed and _compiled_allocator(step.device) is not None and is_launched(step.nbytes)
-        if step.zeroed and not launches:
+        zeros = None
+        if step.zeroed and _compiled_allocator(step.device) is not None:
+            zeros = compiled_zeros(step.device.index, step.nbytes)
+        if step.zeroed and zeros is None:
             made = f"{self._constant(torch.zeros)}({shape}, dtype={dtype}, device={self._constant(step.device)})"
         else:
             allocator = self.allocators.get(step.device)
@@ -277,11 +279,10 @@ class _Source:
             made = f"{allocator}({shape}, {self._constant(step.strides)}, {dtype})"
         self.lines.append(f"t{number} = {made}")
         self._address(number)
-        if launches:
+        if zeros is not None:
             words = step.nbytes // 4
-            args = TensorPosition(number), words, BLOCK
-            zeros = Launched(compiled_zeros(step.device.index), (-(-words // BLOCK), 1, 1), args, ())
-            self.launch(zeros, at=lambda number: f"a{number}")
+            launch = Launched(zeros, (-(-words // BLOCK), 1, 1), (TensorPosition(number), words, BLOCK), ())
+            self.launch(launch, at=lambda number: f"a{number}")
 
     def operate(self, step: Operated) -> None:
         args = [self._filled(arg, self._tensor) for arg in step.args]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,12 +18,14 @@ def zeros_kernel(x_ptr, words, BLOCK: tl.constexpr):
     tl.store(x_ptr + at, 0, mask=at < words)
 
 
-def is_launched(nbytes: int) -> bool:
-    """Whether the kernel makes so many bytes 0."""
-    return 0 < nbytes < 2**31 and nbytes % 16 == 0
+def compiled_zeros(device: int, nbytes: int = 16) -> Any | None:
+    """The kernel for so many bytes from a multiple of 16 on, compiled for this GPU, the current one. None if it is not
+    for so many, or would have to be loaded while a stream captures."""
+    if nbytes % 16 or not 0 < nbytes < 2**31:
+        return None
+    if device not in _compiled and not torch.cuda.is_current_stream_capturing():
+        _compiled[device] = zeros_kernel.warmup(torch.int32, BLOCK, BLOCK=BLOCK, num_warps=4, grid=(1,))
+    return _compiled.get(device)
 
 
-@cache
-def compiled_zeros(device: int) -> Any:
-    """The kernel for whole words at a multiple of 16 bytes, compiled for this GPU, which is the current one."""
-    return zeros_kernel.warmup(torch.int32, BLOCK, BLOCK=BLOCK, num_warps=4, grid=(1,))
+_compiled: dict[int, Any] = {}
