@@ -47,13 +47,9 @@ from recipes.triton.meeting import MeetingTile, empty_meetings, most_rows
 from recipes.triton.row_slots import num_slots
 
 if why_no_gluon((9, 0)) is None:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-
+    from recipes.casts.boxes_gluon import boxes_of
     from recipes.casts.cast_float8_gluon import cast_float8_gluon_kernel
-    from recipes.casts.cast_nvfp4_gluon import BOX_LAYOUT
-    from recipes.triton.repeated import DESCRIPTORS
 
-    DESCRIPTORS.add(GluonDescriptor)
     _cast_float8_gluon = Launch(cast_float8_gluon_kernel)
 
 # Groups begin at multiples of it in column_codes: whole sectors of memory. Of 16, wgrad takes 1.3 times as long (H200).
@@ -349,12 +345,11 @@ def cast_float8_triton(
     width = 0 if column_codes is None else column_codes.shape[-1]
     if how == "meeting" and meets_in_gluon(x_GTK, column_codes):
         tiles = num_row_tiles(groups, rows, offsets, GLUON_TILE.block_m, BLOCK) * cdiv(columns, GLUON_TILE.block_k)
-        matrix = x_GTK.view(-1, columns)
         _cast_float8_gluon(
             x_GTK, tiles,
-            GluonDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [16, 128], BOX_LAYOUT.value),
-            as_bytes(row_codes), as_bytes(column_codes), scale_inv, given, offsets, aligned, rows, columns, width,
-            num_groups, most, FORM=format_of(form, x_GTK.device)["FORM"], RULE=(power_2_scale, amax_epsilon),
+            boxes_of(x_GTK), as_bytes(row_codes), as_bytes(column_codes), scale_inv, given, offsets, aligned,
+            rows, columns, width, num_groups, most,
+            FORM=format_of(form, x_GTK.device)["FORM"], RULE=(power_2_scale, amax_epsilon),
             num_warps=GLUON_TILE.num_warps, maxnreg=GLUON_TILE.registers,
         )  # fmt: skip
         return

@@ -13,8 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from recipes.casts.boxes_gluon import BOX_LAYOUT, WORDS_LAYOUT
 from recipes.casts.cast_float8_triton import scale_of_amax
-from recipes.casts.cast_nvfp4_gluon import BOX_LAYOUT, WORDS_LAYOUT
 from recipes.casts.float8_tiles_gluon import (
     larger_pair,
     largest,

@@ -45,13 +45,9 @@ from recipes.triton.launch import Launch, cdiv, has_work, next_power_of_2
 from recipes.triton.meeting import WORDS
 
 if why_no_gluon((9, 0)) is None:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-
+    from recipes.casts.boxes_gluon import boxes_of
     from recipes.casts.cast_float8_vectors_gluon import cast_float8_vectors_gluon_kernel
-    from recipes.casts.cast_nvfp4_gluon import BOX_LAYOUT
-    from recipes.triton.repeated import DESCRIPTORS
 
-    DESCRIPTORS.add(GluonDescriptor)
     _cast_vectors = Launch(cast_float8_vectors_gluon_kernel)
 
 # -------------------------------------------------------------------------------------------------------------- config
@@ -174,10 +170,8 @@ def _cast_both(
     width = 0 if column_codes is None else column_codes.shape[-1]
     if most is not None:
         tiles = num_row_tiles(groups, rows, offsets, GLUON_TILE.block_m, BLOCK) * cdiv(columns, GLUON_TILE.block_k)
-        matrix = x_GTK.view(-1, columns)
         _cast_vectors(
-            x_GTK, tiles,
-            GluonDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [16, 128], BOX_LAYOUT.value),
+            x_GTK, tiles, boxes_of(x_GTK),
             None if row_codes is None else row_codes.view(torch.int32),
             None if column_codes is None else column_codes.view(torch.int64),
             row_scale, column_scale, meetings, row_amax, column_amax, offsets, aligned,

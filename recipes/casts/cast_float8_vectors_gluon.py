@@ -9,8 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from recipes.casts.boxes_gluon import WORDS_LAYOUT
 from recipes.casts.cast_float8_gluon import fetch, tile_at
-from recipes.casts.cast_nvfp4_gluon import WORDS_LAYOUT
 from recipes.casts.float8_tiles_gluon import larger_pair, write_columns, write_rows
 from recipes.casts.float8_vectors_gluon import (
     meet,

@@ -69,12 +69,9 @@ from recipes.triton.launch import Launch, cdiv, has_work, next_power_of_2
 from recipes.triton.philox import block_bits_ref
 
 if why_no_gluon((9, 0)) is None:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+    from recipes.casts.boxes_gluon import boxes_of
+    from recipes.casts.cast_nvfp4_gluon import cast_nvfp4_gluon_kernel
 
-    from recipes.casts.cast_nvfp4_gluon import BOX_LAYOUT, cast_nvfp4_gluon_kernel
-    from recipes.triton.repeated import DESCRIPTORS
-
-    DESCRIPTORS.add(GluonDescriptor)
     _cast_nvfp4_gluon = Launch(cast_nvfp4_gluon_kernel)
 
 
@@ -426,12 +423,11 @@ def cast_nvfp4_gluon(
     columns = made.columnwise
     x, config = launch.x, launch.config
     assert columns is not None and config.block_r == 4 and config.block_c == 64 * config.num_warps
-    rows = x.view(-1, x.shape[-1])
     chunk = min(max(next_power_of_2(launch.sizes[1] + 1), 32), 128) if launch.offsets[0] is not None else 32
     _cast_nvfp4_gluon(
         x, launch.grid,
-        GluonDescriptor(rows, list(rows.shape), list(rows.stride()), [BLOCK, config.block_c], BOX_LAYOUT.value),
-        *launch.offsets, *amaxes, seed, _words_of(made.rowwise), as_bytes(made.rowwise_scale),
+        boxes_of(x, config.block_c), *launch.offsets, *amaxes, seed,
+        _words_of(made.rowwise), as_bytes(made.rowwise_scale),
         columns.view(torch.int64) if columns.dtype == torch.uint8 else _words_of(columns),
         as_bytes(made.columnwise_scale), *launch.sizes, K=x.shape[-1], STACKED=x.ndim == 3, RHT=rht,
         ROUND_RHT=_rounds(x, rht, round_rht), SQUARE=two_d, CHUNK=chunk, num_warps=config.num_warps,

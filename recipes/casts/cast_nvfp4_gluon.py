@@ -21,7 +21,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from recipes.casts.cast_nvfp4_triton import first_block_of, place_of, split_in_four, store
+from recipes.casts.boxes_gluon import BOX_LAYOUT, STORE_COLUMNS, STORE_FOUR, WORDS_LAYOUT, in_eight, in_sixteen
+from recipes.casts.cast_nvfp4_triton import first_block_of, place_of, store
 from recipes.casts.dequantize_nvfp4_triton import decoded_in_order, decoded_of_two, e4m3_values
 from recipes.casts.nvfp4_blocks_triton import (
     cast_blocks,
@@ -39,45 +40,10 @@ from recipes.triton.barriers_gluon import barrier, invalidate
 from recipes.triton.gates import triton
 from recipes.triton.rounding import unpack_pairs
 
-BOX_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-WORDS_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
-# The four codes of a column, $3 to $6. A thread gives its neighbour, $2 says which of the two it is, half of its own
-# for half of that one's: so they write a whole unit at $1, of the first one's column, and one at $7, of the other's.
-# $8: whether they are there.
-STORE_COLUMNS = gl.constexpr("""{
-            .reg .pred odd, there;
-            .reg .b32 low, high;
-            .reg .b64 x, y, a, b;
-            setp.ne.b32 odd, $2, 0;
-            setp.ne.b32 there, $8, 0;
-            selp.b64 x, $3, $5, odd;
-            selp.b64 y, $4, $6, odd;
-            mov.b64 {low, high}, x;
-            shfl.sync.bfly.b32 low, low, 1, 31, -1;
-            shfl.sync.bfly.b32 high, high, 1, 31, -1;
-            mov.b64 x, {low, high};
-            mov.b64 {low, high}, y;
-            shfl.sync.bfly.b32 low, low, 1, 31, -1;
-            shfl.sync.bfly.b32 high, high, 1, 31, -1;
-            mov.b64 y, {low, high};
-            selp.b64 a, x, $3, odd;
-            selp.b64 b, y, $4, odd;
-            @there st.global.v2.b64 [$1], {a, b};
-            selp.b64 a, $5, x, odd;
-            selp.b64 b, $6, y, odd;
-            @there st.global.v2.b64 [$7], {a, b};
-            mov.b32 $0, 0;
-            }""")
 STORE_SCALES = gl.constexpr("""{
             .reg .pred there;
             setp.ne.b32 there, $3, 0;
             @there st.global.b32 [$1], $2;
-            mov.b32 $0, 0;
-            }""")
-STORE_FOUR = gl.constexpr("""{
-            .reg .pred there;
-            setp.ne.b32 there, $6, 0;
-            @there st.global.v4.b32 [$1], {$2, $3, $4, $5};
             mov.b32 $0, 0;
             }""")
 # The same number, hidden from ptxas, which would otherwise move what follows from it out of a loop.
@@ -116,24 +82,6 @@ def halves_layout(PLACES, W):
         return gl.DistributedLinearLayout(rows[2:], beside + rows[:2], columns, [], [16 * W, 8])
     own, shared = [rows[0], rows[3]], rows[1:3]
     return gl.DistributedLinearLayout(own, beside + columns[:2], shared + columns[2:], [], [16 * W, 8])
-
-
-@gluon.jit
-def in_eight(x):
-    """x [R, C, 8] as eight tensors [R, C]."""
-    even, odd = x.reshape([x.shape[0], x.shape[1], 4, 2]).split()
-    x0, x2, x4, x6 = split_in_four(even)
-    x1, x3, x5, x7 = split_in_four(odd)
-    return x0, x1, x2, x3, x4, x5, x6, x7
-
-
-@gluon.jit
-def in_sixteen(x):
-    """x [R, C, 16] as sixteen tensors [R, C]."""
-    even, odd = x.reshape([x.shape[0], x.shape[1], 8, 2]).split()
-    x0, x2, x4, x6, x8, x10, x12, x14 = in_eight(even)
-    x1, x3, x5, x7, x9, x11, x13, x15 = in_eight(odd)
-    return x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15
 
 
 # ---------------------------------------------------------------------------------------------------------- copies

@@ -11,8 +11,8 @@ Import this only where `recipes.triton.gates.why_no_gluon` says None.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from recipes.casts.boxes_gluon import STORE_COLUMNS, STORE_FOUR, in_eight, in_sixteen
 from recipes.casts.cast_float8_triton import scale_of_amax
-from recipes.casts.cast_nvfp4_gluon import STORE_COLUMNS, STORE_FOUR, in_eight, in_sixteen
 from recipes.casts.float8_elements_triton import float8_words
 from recipes.triton.meeting import known_amax, meeting_of
 from recipes.triton.rounding import unpack_pairs

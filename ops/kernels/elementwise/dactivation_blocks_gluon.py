@@ -12,8 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ops.kernels.elementwise.dactivation_gluon import compute, fetch
+from recipes.casts.boxes_gluon import STORE_COLUMNS, WORDS_LAYOUT, in_eight
 from recipes.casts.cast_float8_block_triton import block_scale
-from recipes.casts.cast_nvfp4_gluon import STORE_COLUMNS, WORDS_LAYOUT, in_eight
 from recipes.casts.cast_nvfp4_triton import place_of
 from recipes.casts.float8_tiles_gluon import (
     codes_of_columns,

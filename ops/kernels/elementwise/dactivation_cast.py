@@ -36,18 +36,14 @@ from recipes.triton.launch import Launch, cdiv, has_work, runs_gluon
 from recipes.triton.meeting import WORDS, MeetingTile
 
 if why_no_gluon((9, 0)) is None:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-
     from ops.kernels.elementwise.dactivation_blocks_gluon import dactivation_blocks_gluon_kernel
     from ops.kernels.elementwise.dactivation_gluon import dactivation_amax_gluon_kernel, dactivation_gluon_kernel
     from ops.kernels.elementwise.dactivation_vectors_gluon import (
         dactivation_vector_amaxes_gluon_kernel,
         dactivation_vectors_gluon_kernel,
     )
-    from recipes.casts.cast_nvfp4_gluon import BOX_LAYOUT
-    from recipes.triton.repeated import DESCRIPTORS
+    from recipes.casts.boxes_gluon import boxes_of
 
-    DESCRIPTORS.add(GluonDescriptor)
     _dactivation, _amax = Launch(dactivation_gluon_kernel), Launch(dactivation_amax_gluon_kernel)
     _dactivation_blocks = Launch(dactivation_blocks_gluon_kernel)
     _dactivation_vectors = Launch(dactivation_vectors_gluon_kernel)
@@ -139,7 +135,7 @@ def dactivation_cast(
     dh = torch.empty_like(h) if need_dh else None
     shares = dact.new_empty((cdiv(columns, SHARE), rows), dtype=torch.float32) if need_dscales else None
     scales = None if scales is None else scales.contiguous()
-    tensors = _boxes(dact), _boxes(h), scales, shares, None if dh is None else dh.view(torch.int32)
+    tensors = boxes_of(dact), boxes_of(h), scales, shares, None if dh is None else dh.view(torch.int32)
     constants = cast_constants(cast, dact) | cast_constants(act_cast, dact, "Y_") | _functions(step, h.dtype)
     if _of_vectors(cast.spec):
         _launch_vectors(dact, h, tensors, cast, act_cast, constants)
@@ -204,11 +200,6 @@ def _find_amaxes(dact: Tensor, h: Tensor, step: Step, scales: Tensor | None, cas
         dact.view(torch.int32), h.view(torch.int32), scales, cast.meetings, cast.offsets, rows, columns,
         num_groups(cast), cast.most, tiles, **backward, num_warps=TILE.num_warps,
     )  # fmt: skip
-
-
-def _boxes(x: Tensor) -> Any:
-    """A descriptor of boxes of 16 rows and 128 columns."""
-    return GluonDescriptor(x, list(x.shape), list(x.stride()), [16, 128], BOX_LAYOUT.value)
 
 
 def _functions(step: Step, dtype: torch.dtype) -> dict[str, Any]:

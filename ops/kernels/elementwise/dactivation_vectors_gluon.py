@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ops.kernels.elementwise.dactivation_gluon import compute, fetch
-from recipes.casts.cast_nvfp4_gluon import WORDS_LAYOUT
+from recipes.casts.boxes_gluon import WORDS_LAYOUT
 from recipes.casts.float8_tiles_gluon import (
     larger_pair,
     largest_group,
