@@ -25,6 +25,7 @@ from ops.runner.tracing import (
     Seen,
     TracedStage,
     is_constant,
+    is_recorded,
     parameters_of,
     refuse,
     run_stage,
@@ -328,7 +329,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         Raises TypeError for an x that is no tensor, sparse, of complex numbers, or of integers where the operation
         computes in floating point.
         """
-        if torch.compiler.is_compiling() or is_transformed():
+        if torch.compiler.is_compiling() or is_transformed() or is_recorded():
             stage = self._stage(*see(self, x, extras, outputs, buffers, path))
             if isinstance(stage, str):
                 refuse(stage)
