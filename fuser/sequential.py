@@ -400,5 +400,7 @@ def _checked(module: object) -> nn.Module:
     if not isinstance(module, nn.Module):
         is_function = callable(module) and not isinstance(module, type)
         mend = f" Wrap it: ops.Torch({getattr(module, '__name__', 'function')})." if is_function else ""
+        if isinstance(module, list | tuple | Iterator):
+            mend = " Unpack it: Sequential(*modules)."
         raise TypeError(f"{module!r} is a {type(module).__name__}, not a torch.nn.Module.{mend}")
     return module
