@@ -25,6 +25,7 @@ from ops.runner.tracing import (
     Seen,
     is_constant,
     is_counted,
+    is_recorded,
     parameters_of,
     refuse,
     run_stage,
@@ -188,7 +189,12 @@ class Sequential(Container):
         x may be quantized: a QuantizedTensor or GroupedTensor, or a QuantizedHandle of one, which carries gradients.
         Its codes are used where the first operation that multiplies needs just these; `explain(x=...)` shows it.
         """
-        if torch.compiler.is_compiling() or is_counted(self.first_forwards, self.training) or is_transformed():
+        if (
+            torch.compiler.is_compiling()
+            or is_counted(self.first_forwards, self.training)
+            or is_transformed()
+            or is_recorded()
+        ):
             stages: tuple[Any, ...] | str = (
                 "x is quantized, and torch does not trace its codes. Give x.dequantize(), or run this model eagerly."
             )
@@ -394,5 +400,7 @@ def _checked(module: object) -> nn.Module:
     if not isinstance(module, nn.Module):
         is_function = callable(module) and not isinstance(module, type)
         mend = f" Wrap it: ops.Torch({getattr(module, '__name__', 'function')})." if is_function else ""
+        if isinstance(module, list | tuple | Iterator):
+            mend = " Unpack it: Sequential(*modules)."
         raise TypeError(f"{module!r} is a {type(module).__name__}, not a torch.nn.Module.{mend}")
     return module

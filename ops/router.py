@@ -333,11 +333,13 @@ class Router(BasicOperation):
             )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        bias = self.expert_bias
+        bias, counts = self.expert_bias, self.tokens_since_update
         super()._apply(fn, recurse)
-        moved = self.expert_bias
+        moved, moved_counts = self.expert_bias, self.tokens_since_update
         if bias is not None and moved is not None and moved.dtype != torch.float32:
             self.expert_bias = bias.to(moved.device)  # steps of 1e-3 vanish in 16 bits
+        if counts is not None and moved_counts is not None and moved_counts.dtype != torch.int64:
+            self.tokens_since_update = counts.to(moved_counts.device)  # module.type() converts integers, too
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -93,6 +93,32 @@ def test_what_computes_in_floating_point_takes_no_integers(door: str, name: str,
             call(door, make(), torch.ones(3, WIDTH, dtype=dtype), extras)
 
 
+@pytest.mark.parametrize("name", COMPUTING)
+@pytest.mark.parametrize("door", DOORS)
+def test_nothing_is_computed_in_float8(door: str, name: str) -> None:
+    make, extras = COMPUTING[name]
+    x = torch.ones(3, WIDTH, dtype=torch.float8_e4m3fn)
+    message = f"x is torch.float8_e4m3fn, but {name} computes in bfloat16, .* times its scale if it has one"
+    for recipe in (None, "mxfp8"):
+        with pytest.raises(TypeError, match=message), autocast(recipe):
+            call(door, make(), x, extras)
+
+
+@pytest.mark.parametrize("recipe", ["high_precision", "fp8_current"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64], ids=str)
+@pytest.mark.parametrize("name", ["Linear", "GroupedLinear", "Bias", "RMSNorm", "Router"])
+def test_parameters_loaded_in_a_dtype_that_is_not_computed_in_are_refused(
+    name: str, dtype: torch.dtype, recipe: str
+) -> None:
+    make, extras = COMPUTING[name]
+    model = Sequential(make())
+    codes = {key: value.to(dtype) for key, value in model.state_dict().items()}
+    model.requires_grad_(False).load_state_dict(codes, assign=True)
+    message = rf"{name}\.\w+ is {dtype}, but parameters must be .* times their scale"
+    with pytest.raises(TypeError, match=message), autocast(recipe):
+        model(torch.ones(3, WIDTH), **extras)
+
+
 @pytest.mark.parametrize("name", MOVING)
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool], ids=str)

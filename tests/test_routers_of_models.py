@@ -597,6 +597,15 @@ def test_the_bias_stays_float32(assign: bool) -> None:
     router.update_expert_bias(1e-3)
 
 
+def test_counts_stay_integers_where_all_buffers_are_converted() -> None:
+    router, x = sigmoid_router(), torch.randn(400, 16)
+    router(x)
+    counts = router.tokens_since_update.clone()
+    router.type(torch.bfloat16)(x.bfloat16())
+    added = router.tokens_since_update - counts
+    assert router.tokens_since_update.dtype == torch.int64 and added.sum() == counts.sum()
+
+
 def test_on_the_meta_device_it_is_made_and_reset() -> None:
     router = sigmoid_router(bias=True, device="meta")
     assert router.expert_bias.is_meta and router.tokens_since_update.is_meta

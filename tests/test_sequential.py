@@ -262,6 +262,12 @@ def test_a_function_is_refused_with_the_module_that_wraps_it() -> None:
         Sequential(nn.ReLU)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("given", [modules(2), tuple(modules(2)), iter(modules(2))], ids=["list", "tuple", "iterator"])
+def test_modules_that_are_not_unpacked_are_refused_with_the_mend(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"not a torch.nn.Module. Unpack it: Sequential\(\*modules\)"):
+        Sequential(given)
+
+
 @pytest.mark.parametrize("add", ["append", "insert", "set", "extend", "construct"])
 def test_what_is_not_a_module_is_refused_and_nothing_changes(add: str) -> None:
     members = modules(2)

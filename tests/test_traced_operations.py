@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from functorch.compile import aot_module, nop
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -91,6 +93,49 @@ def test_a_plan_of_another_process_is_unknown():
     call.args = (*call.args[:2], "a plan of another process")
     with pytest.raises(RuntimeError, match="was compiled or exported in another process"):
         program.module()(torch.randn(T, H))
+
+
+class Experts(nn.Module):
+    """Takes its extra inputs by position, as recorders give them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Sequential(*experts())
+
+    def forward(self, x: Tensor, sizes: Tensor, scales: Tensor) -> Tensor:
+        return self.layer(x, split_sizes=sizes, scales=scales)
+
+
+def record_by_aot(module: nn.Module, *given: Tensor) -> Callable[..., Tensor]:
+    recorded = aot_module(module, nop)
+    recorded(*given)
+    return recorded
+
+
+RECORDERS: dict[str, Callable[..., Callable[..., Tensor]]] = {
+    "make_fx": lambda module, *given: make_fx(module)(*given),
+    "pre_dispatch": lambda module, *given: make_fx(module, pre_dispatch=True)(*given),
+    "aot_module": record_by_aot,
+    "jit.trace": lambda module, *given: torch.jit.trace(module, given),
+}
+
+
+@pytest.mark.parametrize("how", RECORDERS)
+@pytest.mark.parametrize("recipe", ["high_precision", "mxfp8"])
+def test_a_recorded_call_takes_other_sizes_under_its_recipe(recipe, how):
+    module = Experts()
+    with torch.no_grad(), autocast(recipe):
+        recorded = RECORDERS[how](module, torch.randn(T, H), torch.tensor([6, 6, 6, 6]), torch.rand(T))
+        given = torch.randn(T, H), torch.tensor([1, 0, 20, 3]), torch.rand(T)
+        expected = module(*given)
+    with torch.no_grad():
+        assert torch.equal(recorded(*given), expected)
+
+
+def test_what_cannot_be_recorded_is_refused():
+    layer = Sequential(ops.Linear(H, H, accumulate_into_main_grad=True))
+    with pytest.raises(NotImplementedError, match="which autograd does not see"):
+        make_fx(layer)(torch.randn(T, H))
 
 
 # --------------------------------------------------------------------------------------------------- by their names

@@ -299,6 +299,18 @@ def test_torch_autocast_decides_when_it_is_traced():
     assert counter.frame_count == 2
 
 
+def test_compiled_autograd_leaves_the_backward_of_an_eager_forward_as_it_is():
+    torch.manual_seed(0)
+    layer, x = moe_layer(), torch.randn(24, H)
+    layer(x).sum().backward()
+    expected = [p.grad for p in layer.parameters()]
+    layer.zero_grad()
+    y = layer(x)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        y.sum().backward()
+    assert all(torch.equal(p.grad, e) for p, e in zip(layer.parameters(), expected, strict=True))
+
+
 def test_evaluation_leaves_the_scales_alone():
     model = Model(dense())
     run, _ = compiled(model)

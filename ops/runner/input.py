@@ -13,6 +13,8 @@ from recipes.tensors.quantized_handle import QuantizedHandle
 from recipes.tensors.quantized_shard import is_dtensor
 from recipes.tensors.quantized_tensor import QuantizedTensor
 
+NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # in which operations compute
+
 _LAYOUTS = frozenset((torch.strided, torch.jagged))
 
 
@@ -84,11 +86,23 @@ def check_extra_tensor(name: str, value: Any, device: torch.device) -> None:
 def check_numbers(dtype: torch.dtype, operations: Iterable[Any]) -> None:
     """Raise TypeError for numbers in which one of the operations cannot compute."""
     check_real("x", dtype)
-    if dtype.is_floating_point:
+    if dtype in NUMBERS:
         return
+    computes_in, scale = "floating point", ""
+    if dtype.is_floating_point:
+        computes_in, scale = "bfloat16, float16, float32 or float64", ", times its scale if it has one"
     for operation in operations:
         if not operation.accepts_integers:
             raise TypeError(
-                f"x is {dtype}, but {type(operation).__name__} computes in floating point. "
-                "Convert it: x.to(torch.float32)."
+                f"x is {dtype}, but {type(operation).__name__} computes in {computes_in}. "
+                f"Convert it: x.to(torch.float32){scale}."
             )
+
+
+def check_parameter(name: str, dtype: torch.dtype) -> None:
+    """Raise TypeError for a parameter of complex numbers or of float8, in which an operation would compute then."""
+    if (dtype.is_floating_point or dtype.is_complex) and dtype not in NUMBERS:
+        raise TypeError(
+            f"{name} is {dtype}, but parameters must be bfloat16, float16, float32 or float64. Assign its values in "
+            "one of these, times their scale if they have one; to hold weights quantized there is fuser.to_quantized."
+        )

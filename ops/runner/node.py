@@ -15,6 +15,7 @@ from ops.runner.context import state_of
 from ops.runner.in_place import memory_of
 from ops.runner.names import in_profile
 from ops.runner.nested_backward import retains_graph, unreached
+from ops.runner.not_traced import not_traced
 from ops.runner.settings import Settings, check_settings, settings_of
 from ops.runner.torch_autocast import without_autocast
 from ops.runner.transforms import refuse_gradients
@@ -71,6 +72,7 @@ class PipelineFunction(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @not_traced("What has run eagerly forward does so backward, too. Compile the model to have both traced.")
     def backward(fctx: Any, dy: Tensor | None, *d_returned: Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(DOUBLE_BACKWARD)

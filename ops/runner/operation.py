@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ops.runner.context import IndexTensor, OperationContext
-from ops.runner.input import check_real
+from ops.runner.input import NUMBERS, check_real
 from ops.runner.lent_memory import LentMemory
 from ops.runner.named_extras import NamedExtras
 from ops.runner.not_traced import not_traced
@@ -25,6 +25,7 @@ from ops.runner.tracing import (
     Seen,
     TracedStage,
     is_constant,
+    is_recorded,
     parameters_of,
     refuse,
     run_stage,
@@ -328,7 +329,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         Raises TypeError for an x that is no tensor, sparse, of complex numbers, or of integers where the operation
         computes in floating point.
         """
-        if torch.compiler.is_compiling() or is_transformed():
+        if torch.compiler.is_compiling() or is_transformed() or is_recorded():
             stage = self._stage(*see(self, x, extras, outputs, buffers, path))
             if isinstance(stage, str):
                 refuse(stage)
@@ -522,7 +523,7 @@ class FusedOperation(FusibleOperation):
 
 def check_parameter_dtype(dtype: torch.dtype | None) -> None:
     """Raise TypeError for a dtype in which no parameter can be trained here; None is torch's default."""
-    if dtype not in (None, torch.bfloat16, torch.float16, torch.float32, torch.float64):
+    if dtype is not None and dtype not in NUMBERS:
         raise TypeError(
             f"dtype is {dtype!r}, but parameters must be bfloat16, float16, float32 or float64. Pass one of these."
         )

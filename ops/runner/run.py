@@ -25,7 +25,14 @@ from ops.runner.callers_buffers import (
 from ops.runner.context import IndexTensor, OperationContext, at_tensor
 from ops.runner.data_parallel import active_wrapper, leave_states, reduced_parameters
 from ops.runner.in_place import check_writable
-from ops.runner.input import as_input, check_dense, check_extra_tensor, check_local, check_numbers
+from ops.runner.input import (
+    as_input,
+    check_dense,
+    check_extra_tensor,
+    check_local,
+    check_numbers,
+    check_parameter,
+)
 from ops.runner.lent_memory import memory_for_output
 from ops.runner.names import in_profile
 from ops.runner.nested_backward import note_forward
@@ -192,6 +199,8 @@ class Pipeline:
         for operation in self.operations:
             check_local((f"{type(operation).__name__}.{name}", p) for name, p in operation.named_parameters())
             operation.check_assigned()
+            for name, parameter in operation.named_parameters(recurse=False):
+                check_parameter(f"{type(operation).__name__}.{name}", parameter.dtype)
             for name, parameter in operation.named_parameters():
                 if parameter.is_meta and not x.is_meta:
                     raise RuntimeError(

@@ -1,4 +1,4 @@
-"""What torch.compile and torch.export trace of a call: operations of torch in place of pipelines.
+"""What torch.compile, torch.export and recorders of torch trace of a call: operations of torch in place of pipelines.
 
 While a call is traced, `stage_of` answers from Python, untraced, which operation runs, of which parameters and extra
 inputs; its arguments are what torch's guards then compare before a later call. Nothing here imports torch's compiler.
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.flop_counter import _FlopCounterMode
 
@@ -38,6 +39,8 @@ NOT_TRACED = (
     "Operations of fuser run as they are, with kernels that are fused already, and torch.compile takes what is around "
     "them: leave out fullgraph=True."
 )
+
+_FUNCTIONAL = torch._C._TorchDispatchModeKey.FUNCTIONAL
 
 
 class Seen(NamedTuple):
@@ -100,11 +103,19 @@ def is_counted(first_forwards: FirstForwards, training: bool) -> bool:
     return True
 
 
+def is_recorded() -> bool:
+    """Whether make_fx, AOTAutograd or torch.jit.trace records this call, by an operation of torch in its place: of the
+    runner they would record split sizes as constants, and no kernel."""
+    if torch._C._get_tracing_state() is not None or get_proxy_mode() is not None:
+        return True
+    return torch._C._get_dispatch_mode(_FUNCTIONAL) is not None
+
+
 def refuse(why: str) -> None:
-    """Break the graph, with this reason; an error where it must be whole, and within torch.func.grad."""
+    """Break the graph, with this reason; an error where it must be whole, in torch.func.grad, and if it is recorded."""
     if torch.compiler.is_dynamo_compiling():
         torch._dynamo.graph_break(why)
-    elif torch.compiler.is_compiling() or is_transformed():
+    elif torch.compiler.is_compiling() or is_transformed() or is_recorded():
         raise NotImplementedError(why)
 
 
@@ -146,7 +157,7 @@ def stage_of(
     why = _why_not(pipeline, recipe, outputs, call)
     if why is not None:
         return why
-    exported = torch.compiler.is_exporting()
+    exported = torch.compiler.is_exporting() or is_recorded()
     of_autocast = pipeline.recipe is None and not call.inside and not exported
     terms = Terms(
         recipe, of_autocast, dtype_of_autocast(device), training, fusions_version, tuple(pipeline.consumed), outputs
