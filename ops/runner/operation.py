@@ -203,6 +203,9 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
             return "the SplitPath reads split sizes on the host. Use a recipe of the GroupedPath."
         return None
 
+    def check_set(self, name: str, value: Any) -> None:
+        """Raise ValueError if this value of a `Checked` argument, which is about to be set, does not go with others."""
+
     def check_follows(self, previous: BasicOperation) -> None:
         """Raise ValueError if it cannot stand behind `previous`. A Sequential checks this when it is made."""
 
