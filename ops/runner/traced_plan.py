@@ -43,7 +43,7 @@ from ops.runner.run import Call, Pipeline, step_of
 from ops.runner.torch_autocast import without_autocast
 from recipes.recipe import Recipe
 from recipes.stack import Stack, current_recipe, open_entries
-from recipes.tensors.abstract import is_abstract
+from recipes.tensors.abstract import is_abstract, with_known_memory
 from recipes.tensors.splits import Splits
 from recipes.triton.replay import Kept, how
 
@@ -226,7 +226,8 @@ class TracedPlan:
                         run.leave(tuple(self.sizes(tensors)), left)
                     return made
                 operations = [_stand_in(operation, shares_state=False) for operation in self._operations]
-            return self._execute(run, tensors, operations, self._pipeline_of(operations))[0]
+            with with_known_memory(tensors[0]):
+                return self._execute(run, tensors, operations, self._pipeline_of(operations))[0]
 
     def keep(self) -> None:
         """Make what it runs with, and never give it up: it will outlive the operations."""
