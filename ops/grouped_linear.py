@@ -22,7 +22,7 @@ from ops.products.weights import quantized_weights
 from ops.runner.callers_buffers import overlap
 from ops.runner.checked import Checked
 from ops.runner.context import at_tensor
-from ops.runner.operation import BackwardOfBasic, OperationContext, check_features, check_parameter_dtype
+from ops.runner.operation import BackwardOfBasic, OperationContext, check_features, check_matrix, check_parameter_dtype
 from ops.runner.parameters import parameter_names
 from ops.runner.set_once import SetOnce
 from recipes.arguments import as_flag, check_flags, positive_integers
@@ -422,11 +422,7 @@ class GroupedLinear(OperationWithWeights):
         return checked
 
     def _check(self, x: Any, extras: Mapping[str, Any]) -> tuple[Splits, Tensor | None]:
-        if len(x.shape) != 2 or x.shape[1] != self.own_in_features:
-            raise ValueError(
-                f"x has shape {list(x.shape)}, but [rows, {self.own_in_features}] is needed. "
-                "Flatten leading dimensions; check the operation before this one."
-            )
+        check_matrix(x, "rows", self.own_in_features)
         splits: Splits = extras["split_sizes"]
         if splits.num_groups != self.num_groups:
             raise ValueError(

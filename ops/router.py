@@ -32,6 +32,7 @@ from ops.runner.operation import (
     IndexTensor,
     OperationContext,
     check_features,
+    check_matrix,
     check_parameter_dtype,
 )
 from ops.runner.set_once import SetOnce
@@ -243,11 +244,7 @@ class Router(BasicOperation):
     def fuser_forward(
         self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]
     ) -> tuple[Tensor, Mapping[str, Any]]:
-        if x.dim() != 2 or x.shape[1] != self.hidden_size:
-            raise ValueError(
-                f"x has shape {list(x.shape)}, but [tokens, {self.hidden_size}] is needed. "
-                "Flatten leading dimensions; check the operation before this one."
-            )
+        check_matrix(x, "tokens", self.hidden_size)
         bias = _wide(ctx, "bias") if "bias" in ctx.parameter_slots else None
         if ctx.recipe.batch_invariant:
             logits = _row_by_row(x, _wide(ctx, "weight"), bias)

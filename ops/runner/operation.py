@@ -537,6 +537,17 @@ def check_features(incoming: int | None, needed: int) -> None:
         raise ValueError(f"x has {incoming} features, but {needed} are needed. Check the operation before this one.")
 
 
+def check_matrix(x: Any, rows: str, features: int) -> None:
+    """Raise ValueError unless x is a matrix of so many features. rows: what its rows are called"""
+    if len(x.shape) == 2 and x.shape[1] == features:
+        return
+    mend = "Check the operation before this one."
+    if len(x.shape) != 2 and x.shape[-1:] == (features,):
+        flat = f"(-1, {features})"
+        mend = f"Flatten leading dimensions: give x.reshape{flat}, or put ops.Reshape({flat}) in front."
+    raise ValueError(f"x has shape {list(x.shape)}, but [{rows}, {features}] is needed. {mend}")
+
+
 def check_shape(name: str, parameter: Any, needed: Sequence[int]) -> None:
     """Raise ValueError if the parameter of this name has another shape: it would be broadcast."""
     if tuple(parameter.shape) != tuple(needed):
