@@ -6,7 +6,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -318,7 +318,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     def forward(
         self,
         x: Tensor,
-        *,
+        *unnamed: Any,
         outputs: Sequence[str] = (),
         buffers: Mapping[str, Tensor] | None = None,
         path: str | None = None,
@@ -329,8 +329,10 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         path: as for `Sequential`. buffers: the caller's own tensors, by name.
 
         Raises TypeError for an x that is no tensor, sparse, of complex numbers, or of integers where the operation
-        computes in floating point.
+        computes in floating point, and for extra inputs by position.
         """
+        if unnamed:
+            refuse_unnamed(unnamed, self._pipeline(path).consumed)
         if torch.compiler.is_compiling() or is_transformed():
             stage = self._stage(*see(self, x, extras, outputs, buffers, path))
             if isinstance(stage, str):
@@ -579,6 +581,16 @@ def check_extras(
             raise ValueError(
                 f"No operation makes the extra output {name!r}. There are: {', '.join(map(repr, produced)) or 'none'}."
             )
+
+
+def refuse_unnamed(given: Sequence[Any], consumed: Sequence[str]) -> NoReturn:
+    """Raise TypeError for extra inputs that were given by position. consumed: the names that there are"""
+    were = "was" if len(given) == 1 else "were"
+    names = ", ".join(map(repr, consumed)) or "there are none"
+    raise TypeError(
+        f"{len(given)} more than x {were} given by position, but extra inputs are given by name, as name=tensor: "
+        f"{names}. The classes of fuser.te count them."
+    )
 
 
 def check_buffers(module: nn.Module, named: Mapping[str, Tensor], where: str) -> None:
