@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -22,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from fuser.tied_parameters import tied_parameters
 from ops.grouped_linear import GroupedLinear
 from ops.linear import Linear
-from ops.lora import ADAPTED, LowRankAdapter
+from ops.lora import ADAPTED, LowRankAdapter, as_alpha, as_dropout
 from ops.runner.parameters import computed_names
-from recipes.arguments import as_number, positive_integers
+from recipes.arguments import positive_integers
 
 PREFIX = "base_model.model."  # of every name in peft's files
 
@@ -60,11 +59,7 @@ def add(
     for operations that are divided among ranks; RuntimeError for those that have an adapter. Then nothing is changed.
     """
     (rank,) = positive_integers("lora.add", rank=rank)
-    alpha, dropout = float(rank) if alpha is None else as_number("alpha", alpha), as_number("dropout", dropout)
-    if not math.isfinite(alpha):
-        raise ValueError(f"alpha is {alpha}, but must be finite. Give a multiple of the rank, such as {2 * rank}.")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout is {dropout}. It is the probability of a zero, from 0 to below 1.")
+    alpha, dropout = as_alpha("alpha", rank if alpha is None else alpha), as_dropout("dropout", dropout)
     chosen = _targets(model, targets)
     linear = [_checked_target(name, module) for name, module in chosen.items()]
     made: dict[nn.Module, nn.Module] = {

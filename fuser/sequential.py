@@ -18,7 +18,7 @@ from ops.runner.callers_buffers import CallersBuffer, check_between_stages, plac
 from ops.runner.input import as_input, check_real
 from ops.runner.nested_backward import note_forward
 from ops.runner.not_traced import not_traced
-from ops.runner.operation import BasicOperation, at_border, check_buffers
+from ops.runner.operation import BasicOperation, at_border, check_buffers, refuse_unnamed
 from ops.runner.run import Buffers, Pipeline
 from ops.runner.tracing import (
     NOT_TRACED,
@@ -173,7 +173,7 @@ class Sequential(Container):
     def forward(
         self,
         x: Tensor,
-        *,
+        *unnamed: Any,
         outputs: Sequence[str] = (),
         buffers: Mapping[int, Mapping[str, Tensor]] | None = None,
         **extras: Any,
@@ -184,11 +184,13 @@ class Sequential(Container):
         and for buffers that no operation declares or that share memory with a tensor that is still needed, and for
         extra tensors on another device than x; TypeError for an x or an extra tensor that is not a tensor or is
         complex, for an x of integers where the first operations compute in floating point, and for outputs or buffers
-        that are not as annotated.
+        that are not as annotated, and for extra inputs by position.
 
         x may be quantized: a QuantizedTensor or GroupedTensor, or a QuantizedHandle of one, which carries gradients.
         Its codes are used where the first operation that multiplies needs just these; `explain(x=...)` shows it.
         """
+        if unnamed:
+            refuse_unnamed(unnamed, self.layout().consumed)
         if (
             torch.compiler.is_compiling()
             or is_counted(self.first_forwards, self.training)

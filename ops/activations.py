@@ -22,9 +22,10 @@ from ops.kernels.elementwise.activation import (
     dactivation,
 )
 from ops.kernels.elementwise.chain import Step
+from ops.runner.checked import Checked
 from ops.runner.operation import BasicOperation
 from ops.runner.set_once import SetOnce
-from recipes.arguments import check_flags
+from recipes.arguments import as_flag
 from recipes.current_scaling import CurrentScalingQuantizer
 from recipes.request import PlanRequest
 from recipes.tensors.formats import E4M3
@@ -64,12 +65,12 @@ class ActivationOperation(ElementwiseOperation):
 
     repeatable = True
     group = SetOnce[RankGroup | None]()
+    cache_quantized_input = Checked(as_flag)
 
     def __init__(
         self, activation: Activation, *, cache_quantized_input: bool = False, group: Ranks | None = None
     ) -> None:
         super().__init__()
-        check_flags(cache_quantized_input=cache_quantized_input)
         self.activation = activation
         self.cache_quantized_input = cache_quantized_input
         self.operand_name = "scales" if "scales" in self.extra_inputs else ""

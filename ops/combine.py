@@ -47,8 +47,8 @@ class Combine(BasicOperation):
 
     Raises ValueError for an x that does not have one row for each (token, slot) pair (with a group: the rows that
     Dispatch gave), a group without this rank, a map of another group, transport or partial_sums, or of none, and for
-    partial_sums without a group or of another name; TypeError for a group that is neither a ProcessGroup nor a
-    DeviceMesh.
+    partial_sums without a group or of another name; TypeError for a map that is none, and a group that is neither a
+    ProcessGroup nor a DeviceMesh.
     """
 
     hands_back_rows = True
@@ -122,6 +122,11 @@ class Combine(BasicOperation):
 
     def check(self, x: Tensor, routing_map: RoutingMap) -> None:
         """Raise ValueError for rows or a map of another Dispatch."""
+        if not isinstance(routing_map, RoutingMap | _OverRanks):
+            raise TypeError(
+                f"routing_map is a {type(routing_map).__name__}, but must be the extra output of that name of a "
+                "Dispatch. Give that."
+            )
         over_ranks = routing_map if isinstance(routing_map, _OverRanks) else None
         made_for = over_ranks and over_ranks.group
         if made_for != self.group:

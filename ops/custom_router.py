@@ -55,7 +55,8 @@ class CustomRouter(NamedExtras, nn.Module):
         check_extras((), [self.extra_name(name) for name in self.returns], {}, outputs)
         if x.dim() != 2:
             raise ValueError(
-                f"x has shape {list(x.shape)}, but a router needs [tokens, features]. Flatten leading dimensions."
+                f"x has shape {list(x.shape)}, but a router needs [tokens, features]. Flatten leading dimensions: "
+                "give x.reshape(-1, x.shape[-1])."
             )
         results = self.module(x)
         self._check(x, results)

@@ -10,10 +10,18 @@ from torch import Tensor
 from ops.elementwise import ElementwiseOperation
 from ops.kernels.elementwise.chain import Step
 from ops.kernels.elementwise.chain_steps import dropout_step
+from ops.runner.checked import Checked
 from ops.runner.operation import OperationContext
 from recipes.arguments import as_number
 from recipes.request import PlanRequest
 from recipes.triton.philox import new_seed
+
+
+def _as_probability(name: str, p: object) -> float:
+    number = as_number(name, p)
+    if not 0 <= number <= 1:
+        raise ValueError(f"Dropout got {name}={p}. It is the probability of a zero, from 0 to 1.")
+    return number
 
 
 class Dropout(ElementwiseOperation):
@@ -27,11 +35,11 @@ class Dropout(ElementwiseOperation):
     Raises ValueError for a p outside of [0, 1].
     """
 
+    p = Checked(_as_probability)
+
     def __init__(self, p: float) -> None:
         super().__init__()
-        self.p = as_number("p", p)
-        if not 0 <= self.p <= 1:
-            raise ValueError(f"Dropout got p={p}. It is the probability of a zero, from 0 to 1.")
+        self.p = p
 
     def step(self) -> Step:
         return dropout_step(self.p)

@@ -20,11 +20,12 @@ from ops.products.tensor_parallel import TensorParallel, fill
 from ops.products.tile_words import explain_dequantized, explain_tiles
 from ops.products.weights import quantized_weights
 from ops.runner.callers_buffers import overlap
+from ops.runner.checked import Checked
 from ops.runner.context import at_tensor
-from ops.runner.operation import BackwardOfBasic, OperationContext, check_features, check_parameter_dtype
+from ops.runner.operation import BackwardOfBasic, OperationContext, check_features, check_matrix, check_parameter_dtype
 from ops.runner.parameters import parameter_names
 from ops.runner.set_once import SetOnce
-from recipes.arguments import check_flags, positive_integers
+from recipes.arguments import as_flag, check_flags, positive_integers
 from recipes.recipe import Recipe, Role
 from recipes.request import PlanRequest
 from recipes.tensors.grouped_tensor import GroupedTensor
@@ -93,6 +94,7 @@ class GroupedLinear(OperationWithWeights):
     tensor_parallel = SetOnce[str | None]()
     group = SetOnce[RankGroup | None]()
     gated = SetOnce[bool]()
+    save_original_input = Checked(as_flag)
 
     class Saved(NamedTuple):
         x: Tensor | GroupedTensor | SplitTensors | None  # columnwise copy only, where quantized
@@ -124,10 +126,7 @@ class GroupedLinear(OperationWithWeights):
             "GroupedLinear", num_groups=num_groups, in_features=in_features, out_features=out_features
         )
         stacked_bias = stacked if stacked_bias is None else stacked_bias
-        check_flags(
-            bias=bias, scale_bias=scale_bias, stacked=stacked, stacked_bias=stacked_bias,
-            save_original_input=save_original_input,
-        )  # fmt: skip
+        check_flags(bias=bias, scale_bias=scale_bias, stacked=stacked, stacked_bias=stacked_bias)
         check_parameter_dtype(dtype)
         if scale_bias and not bias:
             raise ValueError("scale_bias=True needs a bias to scale. Give bias=True, or leave scale_bias out.")
@@ -423,11 +422,7 @@ class GroupedLinear(OperationWithWeights):
         return checked
 
     def _check(self, x: Any, extras: Mapping[str, Any]) -> tuple[Splits, Tensor | None]:
-        if len(x.shape) != 2 or x.shape[1] != self.own_in_features:
-            raise ValueError(
-                f"x has shape {list(x.shape)}, but [rows, {self.own_in_features}] is needed. "
-                "Flatten leading dimensions; check the operation before this one."
-            )
+        check_matrix(x, "rows", self.own_in_features)
         splits: Splits = extras["split_sizes"]
         if splits.num_groups != self.num_groups:
             raise ValueError(

@@ -10,6 +10,7 @@ from torch import Tensor
 from ops.kernels.norm.l2_normalization import dl2_normalization, l2_normalization
 from ops.kernels.norm.norm_triton import runs_in_triton
 from ops.normalization import as_epsilon
+from ops.runner.checked import Checked
 from ops.runner.operation import BackwardOfBasic, BasicOperation, OperationContext
 from recipes.request import PlanRequest
 
@@ -25,9 +26,11 @@ class L2Normalization(BasicOperation):
         x: Tensor
         rstd: Tensor
 
+    eps = Checked(as_epsilon)
+
     def __init__(self, *, eps: float = 1e-6) -> None:
         super().__init__()
-        self.eps = as_epsilon(eps)
+        self.eps = eps
 
     def kernel(self, request: PlanRequest) -> str:
         return "rows in registers (Triton)" if runs_in_triton(request.device, request.dtype) else "torch"

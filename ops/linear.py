@@ -17,10 +17,11 @@ from ops.products.product import for_wgrad, gemm, quantized, wgrad
 from ops.products.tensor_parallel import TensorParallel, fill
 from ops.products.tile_words import explain_dequantized
 from ops.products.weights import quantized_weights
+from ops.runner.checked import Checked
 from ops.runner.context import at_tensor
 from ops.runner.operation import BackwardOfBasic, OperationContext, check_features, check_parameter_dtype
 from ops.runner.set_once import SetOnce
-from recipes.arguments import check_flags, positive_integers
+from recipes.arguments import as_flag, check_flags, positive_integers
 from recipes.recipe import Recipe, Role
 from recipes.request import PlanRequest
 from recipes.tensors.quantized_tensor import QuantizedTensor
@@ -81,6 +82,7 @@ class Linear(OperationWithWeights):
     group = SetOnce[RankGroup | None]()
     sequence_parallel = SetOnce[bool]()
     gated = SetOnce[bool]()
+    as_one_group = Checked(as_flag)
 
     class Saved(NamedTuple):
         # Tensor (this rank's rows, where they are gathered) | QuantizedTensor (columnwise copy only); None if no weight
@@ -105,7 +107,7 @@ class Linear(OperationWithWeights):
     ) -> None:
         super().__init__(accumulate_into_main_grad=accumulate_into_main_grad, delay_wgrad_compute=delay_wgrad_compute)
         sizes = positive_integers("Linear", in_features=in_features, out_features=out_features)
-        check_flags(bias=bias, as_one_group=as_one_group)
+        check_flags(bias=bias)
         check_parameter_dtype(dtype)
         self.in_features, self.out_features = in_features, out_features = sizes
         self.as_one_group = as_one_group

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from copy import copy
 from functools import partial
@@ -18,11 +19,13 @@ from ops.linear import Linear
 from ops.products.constant_weights import FrozenWeights
 from ops.products.main_grad import OperationWithWeights
 from ops.products.product import gemm
+from ops.runner.checked import Checked
 from ops.runner.context import at_tensor
 from ops.runner.in_place import writable
 from ops.runner.operation import OperationContext
 from ops.runner.parameters import requires_grad
 from ops.runner.set_once import SetOnce
+from recipes.arguments import as_number
 from recipes.recipe import Role
 from recipes.request import PlanRequest
 from recipes.tensors.quantized_handle import QuantizedHandle, copied
@@ -44,6 +47,22 @@ class Factor(nn.Module):
         return f"shape={list(self.weight.shape)}"
 
 
+def as_alpha(name: str, alpha: object) -> float:
+    """A finite number. Raises TypeError for another kind, ValueError for another number."""
+    number = as_number(name, alpha)
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {number}, but must be finite. Give a multiple of the rank.")
+    return number
+
+
+def as_dropout(name: str, dropout: object) -> float:
+    """A probability below 1. Raises TypeError for another kind, ValueError for another number."""
+    number = as_number(name, dropout)
+    if not 0 <= number < 1:
+        raise ValueError(f"{name} is {number}. It is the probability of a zero, from 0 to below 1.")
+    return number
+
+
 class LowRankAdapter(OperationWithWeights):
     """What `LoRALinear` and `LoRAGroupedLinear` share: y = base(x) + (alpha / rank) (dropout(x) A^T) B^T.
 
@@ -63,8 +82,8 @@ class LowRankAdapter(OperationWithWeights):
     has_adapter = True
     merged = False
     rank = SetOnce[int]()
-    alpha: float
-    dropout: float
+    alpha = Checked(as_alpha)
+    dropout = Checked(as_dropout)
     _frozen: FrozenWeights | None = None
     _trained: tuple[bool, ...] = ()  # of each factor, where they are merged
 

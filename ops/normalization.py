@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ops.kernels.norm.norm_triton import runs_in_triton
+from ops.runner.checked import Checked
 from ops.runner.operation import (
     BasicOperation,
     OperationContext,
@@ -17,8 +18,17 @@ from ops.runner.operation import (
     check_parameter_dtype,
     check_shape,
 )
-from recipes.arguments import as_integer, as_number, check_flags
+from ops.runner.set_once import SetOnce
+from recipes.arguments import as_flag, as_integer, as_number
 from recipes.request import PlanRequest
+
+
+def as_epsilon(name: str, eps: object) -> float:
+    """eps as a float. Raises TypeError if it is not a number, ValueError unless it is positive and finite."""
+    epsilon = as_number(name, eps)
+    if not 0 < epsilon < math.inf:
+        raise ValueError(f"{name} is {eps}, but must be positive and finite: a row of zeros would be divided by zero.")
+    return epsilon
 
 
 class Normalization(BasicOperation):
@@ -31,6 +41,10 @@ class Normalization(BasicOperation):
 
     learned: ClassVar[tuple[str, ...]] = ("weight",)
     weight: nn.Parameter
+
+    normalized_shape = SetOnce[tuple[int, ...]]()
+    eps = Checked(as_epsilon)
+    zero_centered_gamma = Checked(as_flag)
 
     def __init__(
         self,
@@ -45,12 +59,11 @@ class Normalization(BasicOperation):
         one = isinstance(normalized_shape, str) or not isinstance(normalized_shape, Sequence)
         given: Any = (normalized_shape,) if one else normalized_shape
         shape = tuple(as_integer("normalized_shape", size) for size in given)
-        check_flags(zero_centered_gamma=zero_centered_gamma)
         check_parameter_dtype(dtype)
         if not shape or min(shape) <= 0:
             raise ValueError(f"normalized_shape is {normalized_shape}, but needs one dimension or more, all positive.")
         self.normalized_shape = shape
-        self.eps = as_epsilon(eps)
+        self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         for name in self.learned:
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
@@ -85,11 +98,3 @@ class Normalization(BasicOperation):
     def extra_repr(self) -> str:
         shape = self.normalized_shape[0] if len(self.normalized_shape) == 1 else self.normalized_shape
         return f"{shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
-
-
-def as_epsilon(eps: float) -> float:
-    """eps as a float. Raises TypeError if it is not a number, ValueError unless it is positive and finite."""
-    epsilon = as_number("eps", eps)
-    if not 0 < epsilon < math.inf:
-        raise ValueError(f"eps is {eps}, but must be positive and finite: a row of zeros would be divided by zero.")
-    return epsilon

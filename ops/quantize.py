@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ops.runner.checked import Checked
 from ops.runner.operation import BackwardOfBasic, BasicOperation, OperationContext
-from recipes.arguments import check_flags
+from recipes.arguments import as_flag, check_flags
 from recipes.recipe import Recipe, Role
 from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import Quantizer
@@ -28,9 +29,13 @@ class Quantize(BasicOperation):
 
     accepts_quantized = True
 
+    quantized_output = Checked(as_flag)
+    quantizes_forward = Checked(as_flag)
+    quantizes_backward = Checked(as_flag)
+
     def __init__(self, forward: bool = True, backward: bool = False, *, quantized_output: bool = False) -> None:
         super().__init__()
-        check_flags(forward=forward, backward=backward, quantized_output=quantized_output)
+        check_flags(forward=forward, backward=backward)
         self.quantized_output = quantized_output
         self.quantizes_forward = forward
         self.quantizes_backward = backward

@@ -8,8 +8,21 @@ from typing import Any
 
 from torch import Tensor
 
+from ops.runner.checked import Checked
 from ops.runner.operation import BackwardOfBasic, BasicOperation, OperationContext
 from recipes.arguments import as_integer
+
+
+def as_shape(name: str, shape: object) -> tuple[int, ...]:
+    """A shape as a tuple, in which -1 stands for one size at most. Raises as `Reshape` does."""
+    if not isinstance(shape, Sequence) or isinstance(shape, str):
+        raise TypeError(f"{name} is {shape!r}, but must be a sequence of integers. Pass a tuple of sizes.")
+    sizes = tuple(as_integer(f"a size of {name}", size) for size in shape)
+    if sizes.count(-1) > 1 or any(size < -1 for size in sizes):
+        raise ValueError(
+            f"{name} is {sizes}, but holds sizes of zero or more, and -1 once at most. Give the other sizes as numbers."
+        )
+    return sizes
 
 
 class Reshape(BasicOperation):
@@ -23,16 +36,11 @@ class Reshape(BasicOperation):
 
     accepts_integers = True
 
+    shape = Checked(as_shape)
+
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__()
-        if not isinstance(shape, Sequence) or isinstance(shape, str):
-            raise TypeError(f"shape is {shape!r}, but must be a sequence of integers. Pass a tuple of sizes.")
-        self.shape = tuple(as_integer("a size of shape", size) for size in shape)
-        if self.shape.count(-1) > 1 or any(size < -1 for size in self.shape):
-            raise ValueError(
-                f"shape is {self.shape}, but holds sizes of zero or more, and -1 once at most. "
-                "Give the other sizes as numbers."
-            )
+        self.shape = shape
 
     def features(self, incoming: int | None) -> int | None:
         return self.shape[-1] if self.shape and self.shape[-1] >= 0 else None

@@ -14,8 +14,17 @@ from torch import Tensor, nn
 from ops.kernels.grouped_gemm.high_precision import grouped_gemm_tn
 from ops.kernels.norm.norm_triton import runs_in_triton
 from ops.kernels.routing.router_product import gradients_of, logits_of, without_tf32
-from ops.kernels.routing.routing import ScoreFunction, describe_kernels, droute, route
+from ops.kernels.routing.routing import describe_kernels, droute, route
 from ops.kernels.routing.z_loss import dz_loss, z_loss
+from ops.router_arguments import (
+    as_coefficient,
+    as_number_of_groups,
+    as_positive,
+    as_score_function,
+    check_choice,
+    check_scores,
+)
+from ops.runner.checked import Checked
 from ops.runner.nested_backward import within_backward
 from ops.runner.operation import (
     BackwardOfBasic,
@@ -23,11 +32,12 @@ from ops.runner.operation import (
     IndexTensor,
     OperationContext,
     check_features,
+    check_matrix,
     check_parameter_dtype,
 )
 from ops.runner.set_once import SetOnce
 from recipes.amax_reduction import check_group
-from recipes.arguments import as_integer, as_number, check_flags, positive_integers
+from recipes.arguments import as_flag, as_integer, as_number, check_flags, positive_integers
 from recipes.request import PlanRequest
 from recipes.tensors.quantized_handle import at_values
 from recipes.tensors.splits import Splits
@@ -89,6 +99,14 @@ class Router(BasicOperation):
 
     hidden_size = SetOnce[int]()
     num_experts = SetOnce[int]()
+    topk = Checked(as_integer)
+    score_function = Checked(as_score_function)
+    use_pre_softmax = Checked(as_flag)
+    normalize_probs = Checked(as_flag)
+    scaling_factor = Checked(as_positive)
+    num_groups = Checked(as_number_of_groups)
+    topk_groups = Checked(as_number_of_groups)
+    z_loss = Checked(as_coefficient)
 
     extra_outputs: Mapping[str, type] = {
         "probs": Tensor,
@@ -129,32 +147,28 @@ class Router(BasicOperation):
     ) -> None:
         super().__init__()
         hidden_size, num_experts = positive_integers("Router", hidden_size=hidden_size, num_experts=num_experts)
-        topk = as_integer("topk", topk)
-        check_flags(
-            bias=bias, use_pre_softmax=use_pre_softmax, normalize_probs=normalize_probs, expert_bias=expert_bias
-        )
+        check_flags(bias=bias, expert_bias=expert_bias)
         check_parameter_dtype(dtype)
-        if not 1 <= topk <= num_experts:
-            raise ValueError(f"topk is {topk}, but must be between 1 and num_experts={num_experts}.")
-        num_groups, topk_groups = positive_integers("Router", num_groups=num_groups, topk_groups=topk_groups)
-        self.hidden_size = hidden_size
-        self.num_experts = num_experts
-        self.topk = topk
-        self.score_function = _checked_score_function(score_function, use_pre_softmax, expert_bias)
-        self.use_pre_softmax = use_pre_softmax
-        self.normalize_probs = normalize_probs
-        self.scaling_factor = _positive("scaling_factor", scaling_factor)
-        self.num_groups = num_groups
-        self.topk_groups = topk_groups
-        self._check_groups()
-        self.z_loss = None if z_loss is None else _positive("z_loss", z_loss)
-        if z_loss is not None:
-            self.extra_outputs = {**self.extra_outputs, "z_loss": Tensor}
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if bias else None
+        positive_integers("Router", num_groups=num_groups, topk_groups=topk_groups)
         counts = torch.empty(num_experts, device=device, dtype=torch.int64) if expert_bias else None
         self.register_buffer("expert_bias", None if counts is None else torch.empty_like(counts, dtype=torch.float32))
         self.register_buffer("tokens_since_update", counts, persistent=False)
+        self.hidden_size = hidden_size
+        self.num_experts = num_experts
+        vars(self).update(_FIRST)
+        # In an order in which each can be checked with those before it.
+        self.num_groups = num_groups
+        self.topk_groups = topk_groups
+        self.topk = topk
+        self.score_function = score_function
+        self.use_pre_softmax = use_pre_softmax
+        self.normalize_probs = normalize_probs
+        self.scaling_factor = scaling_factor
+        if z_loss is not None:
+            self.extra_outputs = {**self.extra_outputs, "z_loss": Tensor}
+        self.z_loss = z_loss
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -166,6 +180,18 @@ class Router(BasicOperation):
         if self.expert_bias is not None and self.tokens_since_update is not None:
             self.expert_bias.zero_()
             self.tokens_since_update.zero_()
+
+    def check_set(self, name: str, value: Any) -> None:
+        given = {**vars(self), name: value}
+        if name in _CHOICE:
+            check_choice(**{name: given[name] for name in _CHOICE})
+        if name in ("score_function", "use_pre_softmax"):
+            check_scores(given["score_function"], given["use_pre_softmax"], self.expert_bias is not None)
+        if name == "z_loss" and (value is not None) is not ("z_loss" in self.extra_outputs):
+            raise AttributeError(
+                f"z_loss cannot be set to {value}: whether there is one is read where a Router is made. Make another "
+                "one, and put it in its place."
+            )
 
     @property
     def normalized(self) -> bool:
@@ -218,11 +244,7 @@ class Router(BasicOperation):
     def fuser_forward(
         self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]
     ) -> tuple[Tensor, Mapping[str, Any]]:
-        if x.dim() != 2 or x.shape[1] != self.hidden_size:
-            raise ValueError(
-                f"x has shape {list(x.shape)}, but [tokens, {self.hidden_size}] is needed. "
-                "Flatten leading dimensions; check the operation before this one."
-            )
+        check_matrix(x, "tokens", self.hidden_size)
         bias = _wide(ctx, "bias") if "bias" in ctx.parameter_slots else None
         if ctx.recipe.batch_invariant:
             logits = _row_by_row(x, _wide(ctx, "weight"), bias)
@@ -309,29 +331,6 @@ class Router(BasicOperation):
         }
         return shown + "".join(f", {name}={now!r}" for name, (now, default) in defaults.items() if now != default)
 
-    def _check_groups(self) -> None:
-        experts, num_groups, topk_groups = self.num_experts, self.num_groups, self.topk_groups
-        if experts % num_groups:
-            raise ValueError(
-                f"num_groups is {num_groups}, but must divide num_experts={experts}. "
-                "Pass a divisor, or 1 to choose among all experts."
-            )
-        if topk_groups > num_groups:
-            raise ValueError(
-                f"topk_groups is {topk_groups}, but there are num_groups={num_groups}. Pass at most that many."
-            )
-        per_group = experts // num_groups
-        if topk_groups * per_group < self.topk:
-            raise ValueError(
-                f"topk is {self.topk}, but topk_groups={topk_groups} of num_groups={num_groups} hold "
-                f"{topk_groups * per_group} of the {experts} experts. Raise topk_groups, or lower topk."
-            )
-        if self.score_function == "sigmoid" and topk_groups < num_groups and per_group < 2:
-            raise ValueError(
-                f"num_groups={num_groups} leaves one expert in each group, but with sigmoid a group is as good as its "
-                "two best. Pass fewer groups."
-            )
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         bias, counts = self.expert_bias, self.tokens_since_update
         super()._apply(fn, recurse)
@@ -350,29 +349,8 @@ class Router(BasicOperation):
             self.tokens_since_update = torch.zeros_like(self.tokens_since_update, device=self.expert_bias.device)
 
 
-def _checked_score_function(name: object, use_pre_softmax: bool, expert_bias: bool) -> ScoreFunction:
-    if name == "softmax":
-        if expert_bias:
-            raise NotImplementedError(
-                "expert_bias=True was given with score_function='softmax', but the bias is added to sigmoid scores. "
-                "Pass score_function='sigmoid', or balance with the extra output load_balancing_loss."
-            )
-        return "softmax"
-    if name != "sigmoid":
-        raise ValueError(f"score_function is {name!r}, but must be 'softmax' or 'sigmoid'. Pass one of these.")
-    if not use_pre_softmax:
-        raise ValueError(
-            "use_pre_softmax=False was given with score_function='sigmoid', which has no softmax. Leave it out; "
-            "normalize_probs=True divides the scores by their sum."
-        )
-    return "sigmoid"
-
-
-def _positive(name: str, value: object) -> float:
-    value = as_number(name, value)
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} is {value}, but must be positive and finite. Pass such a number, or leave it out.")
-    return value
+_CHOICE = ("num_experts", "topk", "score_function", "num_groups", "topk_groups")
+_FIRST = {"topk": 1, "score_function": "softmax", "use_pre_softmax": True, "num_groups": 1, "topk_groups": 1}
 
 
 def _wide(ctx: OperationContext, name: str) -> Tensor:

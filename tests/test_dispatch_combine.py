@@ -603,6 +603,10 @@ def test_a_map_of_other_rows_is_refused() -> None:
     routing_map, _, _ = make_routing_map(torch.tensor([[1, 0], [2, 1]]), 3)
     with pytest.raises(ValueError, match=r"In operation 0 \(Combine\): x has 5 rows, but routing_map was made for 4"):
         ops.Combine()(torch.ones(5, 2), routing_map=routing_map)
+    with pytest.raises(
+        TypeError, match=r"In operation 0 \(Combine\): routing_map is a Tensor, but must be the extra output"
+    ):
+        ops.Combine()(torch.ones(4, 2), routing_map=torch.ones(2, 3))
 
 
 def test_settings_are_shown() -> None:

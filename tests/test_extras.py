@@ -109,6 +109,17 @@ def test_one_extra_output_feeds_three_operations(between: Callable[[], nn.Module
             torch.testing.assert_close(ours, theirs)
 
 
+def test_extra_inputs_by_position_are_refused_with_their_names() -> None:
+    layer = Sequential(ops.GroupedLinear(2, 8, 16), ops.ScaledSwiGLU(), ops.GroupedLinear(2, 8, 8))
+    x, sizes = torch.randn(4, 8), torch.tensor([2, 2])
+    with pytest.raises(TypeError, match="1 more than x was given by position.* by name.*: 'split_sizes', 'scales'"):
+        layer(x, sizes)
+    with pytest.raises(TypeError, match="2 more than x were given by position.* by name.*: 'split_sizes'"):
+        layer[0](x, sizes, None)
+    with pytest.raises(TypeError, match="there are none"):
+        ops.SwiGLU()(x, sizes)
+
+
 def test_fan_out_passes_gradcheck() -> None:
     layer = Sequential(
         Make("r"), ops.RMSNorm(WIDTH), Gate().rename_extras(other="r"), nn.Tanh(), Add("r"),

@@ -386,8 +386,10 @@ def test_bad_sizes_are_refused(arguments: tuple[int, int, int], message: str) ->
 
 
 @pytest.mark.parametrize("shape", [(4, 63), (64,), (2, 4, 64), ()], ids=str)
-def test_an_x_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(
-        ValueError, match=r"In operation 0 \(Router\): x has shape \[.*\], but \[tokens, 64\] is needed"
-    ):
+def test_an_x_of_another_shape_is_refused_and_what_to_do_is_said(shape: tuple[int, ...]) -> None:
+    reshape = r"give x.reshape\(-1, 64\), or put ops.Reshape\(\(-1, 64\)\) in front"
+    mend = reshape if 64 in shape else "Check the operation before"
+    with pytest.raises(ValueError, match=rf"\(Router\): x has shape \[.*\], but \[tokens, 64\] is needed.* {mend}"):
         ops.Router(64, 8, 2)(torch.ones(shape))
+    if 64 in shape:
+        assert Sequential(ops.Reshape((-1, 64)), ops.Router(64, 8, 2))(torch.ones(shape)).shape[1] == 64

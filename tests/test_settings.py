@@ -1,6 +1,7 @@
 """Backward has the settings that forward had, or says that they were changed."""
 
 import pickle
+import re
 
 import pytest
 import torch
@@ -249,6 +250,106 @@ def test_constants_of_activations_are_checked_and_belong_to_forward():
     y.sum().backward()
 
 
+ROUTED = {"score_function": "sigmoid", "num_groups": 4, "topk_groups": 2, "z_loss": 0.1}
+
+ASSIGNED = [
+    (lambda **given: ops.Router(8, 16, **{"topk": 2, "z_loss": 0.5} | given), {name: value})
+    for name, value in {
+        "topk": 3,
+        "score_function": "sigmoid",
+        "use_pre_softmax": False,
+        "normalize_probs": True,
+        "scaling_factor": 3.0,
+        "z_loss": 0.25,
+    }.items()
+]
+ASSIGNED += [
+    (lambda **given: ops.Router(8, 16, **{"topk": 2} | ROUTED | given), {"num_groups": 8, "topk_groups": 3}),
+    (lambda p=0.5: ops.Dropout(p), {"p": 0.25}),
+    (lambda scale=2.0: ops.ConstantScale(scale), {"scale": -3}),
+    (lambda **given: ops.RMSNorm(8, **given), {"eps": 1.0, "zero_centered_gamma": True}),
+    (lambda **given: ops.LayerNorm(8, **given), {"eps": 1.0}),
+    (lambda **given: ops.L2Normalization(**given), {"eps": 1}),
+    (lambda shape=(4, 4): ops.Reshape(shape), {"shape": [-1, 2]}),
+]
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+@pytest.mark.parametrize(("make", "values"), ASSIGNED)
+def test_an_argument_that_is_assigned_later_is_the_one_it_is_made_with(make, values, way):
+    late, made = Sequential(make()), Sequential(make(**values))
+    with torch.no_grad():
+        for parameter, other in zip(late.parameters(), made.parameters(), strict=True):
+            parameter.copy_(torch.randn_like(parameter))
+            other.copy_(parameter)
+    outputs = tuple(late[0].extra_outputs)
+
+    def run(model: object) -> list[Tensor]:
+        torch.manual_seed(0)
+        x = torch.randn(2, 8, requires_grad=True)
+        y, extra = model(x, outputs=outputs) if outputs else (model(x), {})
+        heads = [y, *(tensor for tensor in extra.values() if tensor.requires_grad)]
+        return [*heads, *extra.values(), *torch.autograd.grad(sum(h.square().sum() for h in heads), x)]
+
+    torch.compiler.reset()  # of one function a limited number is compiled
+    model = torch.compile(late, backend="aot_eager") if way == "compiled" else late
+    before = run(model)
+    for name, value in values.items():
+        setattr(late[0], name, value)
+    after = run(model)
+    assert repr(late) == repr(made)
+    assert all(map(torch.equal, after, run(made)))
+    assert not all(a.shape == b.shape and a.equal(b) for a, b in zip(after, before, strict=True))
+    torch.compiler.reset()
+
+
+REFUSED = [
+    (lambda: ops.Router(8, 16, 2), "score_function", "sigmiod", ValueError, "is 'sigmiod', but must be 'softmax'"),
+    (lambda: ops.Router(8, 16, 2), "topk", 17, ValueError, "topk is 17, but must be between 1 and num_experts=16"),
+    (lambda: ops.Router(8, 16, 2), "topk", 2.0, TypeError, "topk is 2.0, but must be an integer"),
+    (lambda: ops.Router(8, 16, 2), "num_groups", 3, ValueError, "num_groups is 3, but must divide"),
+    (lambda: ops.Router(8, 16, 2), "num_groups", 0, ValueError, "Router got num_groups=0. It must be positive"),
+    (lambda: ops.Router(8, 16, 2), "num_groups", 16, ValueError, "topk is 2, but topk_groups=1 of num_groups=16"),
+    (lambda: ops.Router(8, 16, 2), "topk_groups", 2, ValueError, "topk_groups is 2, but there are num_groups=1"),
+    (lambda: ops.Router(8, 16, 2), "normalize_probs", "no", TypeError, "normalize_probs is 'no'"),
+    (lambda: ops.Router(8, 16, 2), "scaling_factor", 0, ValueError, "scaling_factor is 0.0, but must be positive"),
+    (lambda: ops.Router(8, 16, 2), "z_loss", 0.1, AttributeError, "z_loss cannot be set to 0.1.*Make another one"),
+    (lambda: ops.Router(8, 16, 2, z_loss=0.1), "z_loss", None, AttributeError, "z_loss cannot be set to None"),
+    (lambda: ops.Router(8, 16, 2, z_loss=0.1), "z_loss", -1, ValueError, "z_loss is -1.0, but must be positive"),
+    (lambda: ops.Router(8, 16, 2, use_pre_softmax=False), "score_function", "sigmoid", ValueError, "has no softmax"),
+    (lambda: ops.Router(8, 16, 2, **ROUTED), "use_pre_softmax", False, ValueError, "which has no softmax"),
+    (lambda: ops.Router(8, 16, 2, **ROUTED), "num_groups", 16, ValueError, "leaves one expert in each group"),
+    (
+        lambda: ops.Router(8, 16, 2, **ROUTED, expert_bias=True), "score_function", "softmax", NotImplementedError,
+        "the bias is added to sigmoid scores",
+    ),
+    (lambda: ops.Dropout(0.5), "p", 1.5, ValueError, "Dropout got p=1.5. It is the probability of a zero"),
+    (lambda: ops.ConstantScale(2.0), "scale", float("inf"), ValueError, "ConstantScale got scale=inf"),
+    (lambda: ops.RMSNorm(8), "eps", 0, ValueError, "eps is 0, but must be positive"),
+    (lambda: ops.RMSNorm(8), "zero_centered_gamma", 1, TypeError, "zero_centered_gamma is 1"),
+    (lambda: ops.LayerNorm(8), "eps", "1e-5", TypeError, "eps is '1e-5'"),
+    (lambda: ops.L2Normalization(), "eps", float("nan"), ValueError, "eps is nan"),
+    (lambda: ops.Reshape((4, 4)), "shape", (-1, -1), ValueError, "-1 once at most"),
+    (lambda: ops.Linear(8, 8), "delay_wgrad_compute", "no", TypeError, "must be True or False"),
+    (lambda: ops.Linear(8, 8), "accumulate_into_main_grad", 1, TypeError, "must be True or False"),
+    (lambda: ops.Linear(8, 8), "as_one_group", 1, TypeError, "must be True or False"),
+    (lambda: ops.GroupedLinear(2, 8, 8), "save_original_input", 1, TypeError, "must be True or False"),
+    (lambda: ops.SwiGLU(), "cache_quantized_input", 1, TypeError, "must be True or False"),
+    (lambda: ops.Quantize(), "quantizes_backward", 1, TypeError, "must be True or False"),
+    (lambda: adapted()[0], "alpha", float("inf"), ValueError, "alpha is inf, but must be finite"),
+    (lambda: adapted()[0], "dropout", 1, ValueError, "dropout is 1.0. It is the probability of a zero"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "name", "value", "error", "message"), REFUSED)
+def test_an_argument_is_checked_when_it_is_assigned_before_anything_is_changed(make, name, value, error, message):
+    operation = make()
+    before, settings = getattr(operation, name), operation.settings
+    with pytest.raises(error, match=message):
+        setattr(operation, name, value)
+    assert getattr(operation, name) == before and operation.settings == settings
+
+
 SET_ONCE = [
     (lambda: ops.Linear(8, 8), {"in_features": 4, "out_features": 4, "tensor_parallel": "row"}),
     (lambda: ops.Linear(8, 8), {"group": "tp", "sequence_parallel": True, "gated": True}),
@@ -257,6 +358,7 @@ SET_ONCE = [
     (lambda: ops.GroupedLinear(2, 8, 8), {"scale_bias": True, "gated": True}),
     (lambda: adapted()[0], {"rank": 4, "in_features": 4}),
     (lambda: ops.Bias(8), {"size": 4}),
+    (lambda: ops.RMSNorm(8), {"normalized_shape": (4,)}),
     (lambda: ops.Router(8, 4, topk=2), {"hidden_size": 4, "num_experts": 8}),
     (lambda: ops.Dispatch(4), {"num_experts": 8, "group": "ep", "empty_slots": True, "transport": "symmetric"}),
     (lambda: ops.Dispatch(4), {"capacity": 8, "partial_sums": "rounded", "send_codes": "never", "overlap": True}),
@@ -271,7 +373,9 @@ def test_what_other_things_are_made_of_is_not_set_later(make, values):
     for name, value in values.items():
         before = getattr(operation, name)
         kind = type(operation).__name__
-        with pytest.raises(AttributeError, match=f"{name} of this {kind} is {before!r}.*Make another one"):
+        with pytest.raises(
+            AttributeError, match=f"{name} of this {kind} is {re.escape(repr(before))}.*Make another one"
+        ):
             setattr(operation, name, value)
         setattr(operation, name, before)
         assert getattr(operation, name) == before

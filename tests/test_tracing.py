@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ops
-from fuser import Sequential, autocast, constant_weights, quantize, to_quantized
+from fuser import Branch, Sequential, autocast, constant_weights, quantize, to_quantized
 from recipes.registry import RECIPES
 from tests.pairwise import rest
 
@@ -181,6 +182,31 @@ def test_an_attribute_of_a_foreign_module_is_no_setting():
     run, _ = compiled(model)
     x = torch.randn(4, H)
     assert torch.equal(run(x), model(x))
+
+
+class Scores(nn.Module):
+    """A router of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(E, H))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return tuple((x @ self.weight.T).sigmoid().topk(2))
+
+
+@pytest.mark.parametrize("tokens", [24, 1, 0])
+@pytest.mark.parametrize("router", [lambda: ops.Router(H, E, topk=2), lambda: ops.CustomRouter(Scores())])
+def test_modules_with_extra_tensors_between_operations_are_compiled(router, tokens):
+    shared = Sequential(ops.Linear(H, 2 * F, bias=False), ops.SwiGLU(), ops.Linear(F, H, bias=False))
+    model = Model(Sequential(
+        ops.RMSNorm(H), router(), Branch("shared", shared), ops.Dispatch(E), *experts(), ops.Combine(),
+        ops.AddExtraInput("shared"), ops.Torch(lambda x: (x, x.square().sum()), extra_outputs=("square",)),
+    ), ("square",))  # fmt: skip
+    FakeTensorMode.cache_clear()  # views of torch's that it remembers may lie in memory of their own
+    run, _ = compiled(model)
+    x = torch.randn(tokens, H)
+    assert_same(step(model, "bf16", x, run), step(model, "bf16", x))
 
 
 def test_operations_with_a_recipe_of_their_own_are_compiled():

@@ -17,7 +17,7 @@ from ops.combine import Combine
 from ops.dispatch import Dispatch
 from ops.kernels.routing.all_to_all import announce_refusal
 from ops.runner.not_traced import not_traced
-from ops.runner.operation import at_border
+from ops.runner.operation import at_border, refuse_unnamed
 from ops.runner.run import Pipeline
 from ops.transfer_halves import CombineFinish, CombineStart, DispatchFinish, DispatchStart
 from recipes.arguments import positive_integers
@@ -80,12 +80,14 @@ class Overlapped(Sequential):
     def forward(
         self,
         x: Tensor,
-        *,
+        *unnamed: Any,
         outputs: Sequence[str] = (),
         buffers: Mapping[int, Mapping[str, Tensor]] | None = None,
         **extras: Any,
     ) -> Any:
         layout = self.layout()
+        if unnamed:
+            refuse_unnamed(unnamed, layout.consumed)
         try:
             _check(layout, x, outputs, buffers, extras)
         except ValueError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ from fuser.graph.checks import HeldCheck, InputCheck
 from fuser.graph.record import Graphs
 from fuser.schedule.memory import MemoryPlan
 from fuser.schedule.schedule import Event, Item, Pass, Place, Schedule
-from ops.runner.data_parallel import active_wrapper, leave_states, reduced_parameters
+from ops.runner.data_parallel import LastWrapper, leave_states, reduced_parameters
 from ops.runner.nested_backward import unreached
 from ops.runner.operation import BasicOperation
 from ops.runner.quantizer_state import held_names
@@ -161,7 +160,7 @@ class GraphedCallable:
         self._flag = instance.settings.keep_weights
         self._operations = [inside for inside in self.module.modules() if isinstance(inside, BasicOperation)]
         self._wgrad_is_external = any(operation.wgrad_is_external for operation in self._operations)
-        self._wrapper: Callable[[], Any] = _nothing  # the DistributedDataParallel in which it was called last
+        self._wrapper = LastWrapper()
         self._records_amaxes = instance.settings.with_backward and graphs.has_effects(Event(Pass.FORWARD, *place))
 
     @property
@@ -184,8 +183,8 @@ class GraphedCallable:
             )
         tensors = self._check_inputs(args, kwargs)
         self._check_held()
-        wrapper = active_wrapper()
-        if wrapper is not None and self._wrapper() is not wrapper:
+        wrapper = self._wrapper.changed()
+        if wrapper is not None:
             self._enter(wrapper)
         forward_only = not self._instance.settings.with_backward
         if forward_only and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -235,7 +234,7 @@ class GraphedCallable:
                 operation.check_reduced(trained, reduced)
             except RuntimeError as error:
                 raise RuntimeError(f"{self._label}: {error}") from error
-        self._wrapper = weakref.ref(wrapper)
+        self._wrapper.entered(wrapper)
 
     # Called by the autograd node
 

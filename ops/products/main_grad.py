@@ -48,12 +48,13 @@ from ops.products.held_weights import (
 )
 from ops.products.product import store
 from ops.runner.backward import raise_located
+from ops.runner.checked import Checked
 from ops.runner.context import OperationContext
 from ops.runner.nested_backward import outermost_backward, undo_on_failure
 from ops.runner.operation import BasicOperation
 from ops.runner.parameters import held_parameter
 from ops.runner.torch_autocast import without_autocast
-from recipes.arguments import check_flags
+from recipes.arguments import as_flag
 from recipes.effects import Accumulation, Effect, perform, recording
 from recipes.recipe import Role
 from recipes.tensors.quantized_parameter import QuantizedParameter
@@ -80,9 +81,11 @@ class OperationWithWeights(BasicOperation):
     weight_names: tuple[str, ...] = ("weight",)
     settings_of_backward = frozenset(_SWITCHES)
 
+    accumulate_into_main_grad = Checked(as_flag)
+    delay_wgrad_compute = Checked(as_flag)
+
     def __init__(self, *, accumulate_into_main_grad: bool, delay_wgrad_compute: bool) -> None:
         super().__init__()
-        check_flags(accumulate_into_main_grad=accumulate_into_main_grad, delay_wgrad_compute=delay_wgrad_compute)
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.delay_wgrad_compute = delay_wgrad_compute
         self.held_as = held_as_of_new_operations()

@@ -1,21 +1,33 @@
 """What torch's DistributedDataParallel does with the operations inside of it.
 
-While its forward runs, `active_wrapper` gives it. In backward it reduces the gradients that autograd has accumulated
-by then, of all parameters but those in its `parameters_to_ignore`. Before each forward it overwrites the buffers of all
+`LastWrapper` says in whose forward they run. In backward it reduces the gradients that autograd has accumulated by
+then, of all parameters but those in its `parameters_to_ignore`. Before each forward it overwrites the buffers of all
 ranks with those of rank 0, but for those named there (`broadcast_buffers`, on by default).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import weakref
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 
-def active_wrapper() -> Any:
-    """The DistributedDataParallel whose forward runs, the innermost one, or None."""
-    return DistributedDataParallel._active_ddp_module
+class LastWrapper:
+    """The DistributedDataParallel in whose forward something ran last, held weakly."""
+
+    def __init__(self) -> None:
+        self._last: Callable[[], Any] = _nothing
+
+    def changed(self) -> Any:
+        """The one whose forward runs, the innermost one, if it is not the last; else None."""
+        active = DistributedDataParallel._active_ddp_module
+        return active if active is not None and active is not self._last() else None
+
+    def entered(self, wrapper: Any) -> None:
+        """From now on this is the last one."""
+        self._last = weakref.ref(wrapper)
 
 
 def reduced_parameters(wrapper: Any) -> set[int]:
@@ -37,3 +49,7 @@ def leave_states(wrapper: Any, names: Collection[str]) -> None:
         if hasattr(module, "quantized_roles"):
             wrapper.parameters_to_ignore.update(f"{path}.{name}".removeprefix(".") for name in names)
     wrapper._assign_modules_buffers()  # now: a broadcast fails that finds none left
+
+
+def _nothing() -> None:
+    return None

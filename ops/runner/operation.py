@@ -6,7 +6,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -204,6 +204,9 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
             return "the SplitPath reads split sizes on the host. Use a recipe of the GroupedPath."
         return None
 
+    def check_set(self, name: str, value: Any) -> None:
+        """Raise ValueError if this value of a `Checked` argument, which is about to be set, does not go with others."""
+
     def check_follows(self, previous: BasicOperation) -> None:
         """Raise ValueError if it cannot stand behind `previous`. A Sequential checks this when it is made."""
 
@@ -316,7 +319,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     def forward(
         self,
         x: Tensor,
-        *,
+        *unnamed: Any,
         outputs: Sequence[str] = (),
         buffers: Mapping[str, Tensor] | None = None,
         path: str | None = None,
@@ -327,8 +330,10 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         path: as for `Sequential`. buffers: the caller's own tensors, by name.
 
         Raises TypeError for an x that is no tensor, sparse, of complex numbers, or of integers where the operation
-        computes in floating point.
+        computes in floating point, and for extra inputs by position.
         """
+        if unnamed:
+            refuse_unnamed(unnamed, self._pipeline(path).consumed)
         if torch.compiler.is_compiling() or is_transformed() or is_recorded():
             stage = self._stage(*see(self, x, extras, outputs, buffers, path))
             if isinstance(stage, str):
@@ -535,6 +540,17 @@ def check_features(incoming: int | None, needed: int) -> None:
         raise ValueError(f"x has {incoming} features, but {needed} are needed. Check the operation before this one.")
 
 
+def check_matrix(x: Any, rows: str, features: int) -> None:
+    """Raise ValueError unless x is a matrix of so many features. rows: what its rows are called"""
+    if len(x.shape) == 2 and x.shape[1] == features:
+        return
+    mend = "Check the operation before this one."
+    if len(x.shape) != 2 and x.shape[-1:] == (features,):
+        flat = f"(-1, {features})"
+        mend = f"Flatten leading dimensions: give x.reshape{flat}, or put ops.Reshape({flat}) in front."
+    raise ValueError(f"x has shape {list(x.shape)}, but [{rows}, {features}] is needed. {mend}")
+
+
 def check_shape(name: str, parameter: Any, needed: Sequence[int]) -> None:
     """Raise ValueError if the parameter of this name has another shape: it would be broadcast."""
     if tuple(parameter.shape) != tuple(needed):
@@ -566,6 +582,16 @@ def check_extras(
             raise ValueError(
                 f"No operation makes the extra output {name!r}. There are: {', '.join(map(repr, produced)) or 'none'}."
             )
+
+
+def refuse_unnamed(given: Sequence[Any], consumed: Sequence[str]) -> NoReturn:
+    """Raise TypeError for extra inputs that were given by position. consumed: the names that there are"""
+    were = "was" if len(given) == 1 else "were"
+    names = ", ".join(map(repr, consumed)) or "there are none"
+    raise TypeError(
+        f"{len(given)} more than x {were} given by position, but extra inputs are given by name, as name=tensor: "
+        f"{names}. The classes of fuser.te count them."
+    )
 
 
 def check_buffers(module: nn.Module, named: Mapping[str, Tensor], where: str) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ops.products.paths import choose_path
 from ops.runner.context import OperationContext, Receiver
+from ops.runner.data_parallel import LastWrapper
 from ops.runner.parameters import computed_slots
 from ops.runner.repeat import RepeatedStep, states, why_not_repeated
 from recipes.recipe import Role, check_batch_invariant
@@ -240,7 +241,7 @@ class Program:
             if wiring.writes is not None
         }
         self.reuses_gradients = any(wiring.reuses_gradients for wiring in self.backward)
-        self.wrapper: Callable[[], Any] = _no_wrapper  # the DistributedDataParallel for which it was checked last
+        self.wrapper = LastWrapper()  # for which it was checked
 
     def context(self, index: int, operation: Any) -> OperationContext:
         """A new context of the operation at this index."""
@@ -288,10 +289,6 @@ class Program:
         dtypes = [self.contexts[index]["dtype"] for index in step.indices]
         alone = step.fused or all(operation.repeats_alone for operation in covered)
         return RepeatedStep(step.indices, self.request.recipe, torch.float32 in dtypes, alone)
-
-
-def _no_wrapper() -> None:
-    """As the weak reference of one that is gone."""
 
 
 def _lender(operations: Sequence[Any], index: int, towards: int, buffer: str) -> int | None:

@@ -23,7 +23,7 @@ from ops.runner.callers_buffers import (
     place_of,
 )
 from ops.runner.context import IndexTensor, OperationContext, at_tensor
-from ops.runner.data_parallel import active_wrapper, leave_states, reduced_parameters
+from ops.runner.data_parallel import leave_states, reduced_parameters
 from ops.runner.in_place import check_writable
 from ops.runner.input import (
     as_input,
@@ -220,7 +220,7 @@ class Pipeline:
                 operation.check_reduced(trained, reduced)
             except RuntimeError as error:
                 raise_located(self.labels, index, operation, error)
-        program.wrapper = weakref.ref(wrapper)
+        program.wrapper.entered(wrapper)
 
     def __call__(
         self,
@@ -267,8 +267,8 @@ class Pipeline:
         if within_dual_level():
             refuse_tangents((x, *extras.values(), *parameters.present))
         program = self._program(x, extras, parameters, training, fusions_version)
-        wrapper = active_wrapper()
-        if wrapper is not None and program.wrapper() is not wrapper:
+        wrapper = program.wrapper.changed()
+        if wrapper is not None:
             self._enter(wrapper, program, parameters.present)
         call = Call(program, extras, tuple(wanted), buffers or {}, self, forward)
         if program.computed:

@@ -7,16 +7,8 @@ from typing import Any, Generic, TypeVar
 Value = TypeVar("Value")
 
 
-class SetOnce(Generic[Value]):
-    """An attribute that the constructor sets: `in_features = SetOnce[int]()` in the class.
-
-    Set to another value later it would change nothing of what was made of it, so that is an AttributeError.
-
-    instead: what to do then, as a sentence; by default to make another operation.
-    """
-
-    def __init__(self, instead: str = "Make another one, and put it in its place.") -> None:
-        self._instead = instead
+class Argument(Generic[Value]):
+    """An attribute that the constructor sets, held in the operation's `__dict__`. Subclasses say how."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -28,6 +20,18 @@ class SetOnce(Generic[Value]):
             raise AttributeError(f"{owner.__name__} has {self._name!r} once it is made.")
         value: Value = vars(operation)[self._name]
         return value
+
+
+class SetOnce(Argument[Value]):
+    """An attribute that the constructor sets: `in_features = SetOnce[int]()` in the class.
+
+    Set to another value later it would change nothing of what was made of it, so that is an AttributeError.
+
+    instead: what to do then, as a sentence; by default to make another operation.
+    """
+
+    def __init__(self, instead: str = "Make another one, and put it in its place.") -> None:
+        self._instead = instead
 
     def __set__(self, operation: Any, value: Value) -> None:
         given = vars(operation).setdefault(self._name, value)

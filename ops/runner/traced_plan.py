@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from ops.runner.backward import Record, run_backward
 from ops.runner.context import at_tensor, state_of
-from ops.runner.data_parallel import active_wrapper, leave_states
+from ops.runner.data_parallel import LastWrapper, leave_states
 from ops.runner.nested_backward import within_backward
 from ops.runner.parameters import computed_names, without_parametrizations
 from ops.runner.program import Program
@@ -43,7 +43,7 @@ from ops.runner.run import Call, Pipeline, step_of
 from ops.runner.torch_autocast import without_autocast
 from recipes.recipe import Recipe
 from recipes.stack import Stack, current_recipe, open_entries
-from recipes.tensors.abstract import is_abstract
+from recipes.tensors.abstract import is_abstract, with_known_memory
 from recipes.tensors.splits import Splits
 from recipes.triton.replay import Kept, how
 
@@ -174,7 +174,7 @@ class TracedPlan:
         self._settings = [operation.settings for operation in pipeline.operations]
         self._recipes = pipeline.traced_recipes
         self._state_names = state_names(terms.recipe)
-        self._wrapper: Any = None  # a weak reference to the DistributedDataParallel in which it ran last
+        self._wrapper = LastWrapper()
         self._slots = [
             (at, name) for at, operation in enumerate(pipeline.operations) for name in operation.parameter_names()
         ]
@@ -226,7 +226,8 @@ class TracedPlan:
                         run.leave(tuple(self.sizes(tensors)), left)
                     return made
                 operations = [_stand_in(operation, shares_state=False) for operation in self._operations]
-            return self._execute(run, tensors, operations, self._pipeline_of(operations))[0]
+            with with_known_memory(tensors[0]):
+                return self._execute(run, tensors, operations, self._pipeline_of(operations))[0]
 
     def keep(self) -> None:
         """Make what it runs with, and never give it up: it will outlive the operations."""
@@ -254,9 +255,10 @@ class TracedPlan:
     def _forward(self, run: Run, tensors: Sequence[Tensor], pipeline: Pipeline) -> tuple[list[Tensor], _Left | None]:
         """What `_execute` gives, or gave: repeated as a whole if it can be."""
         self._check_call(tensors[0].device, run)
-        if (wrapper := active_wrapper()) is not None and (self._wrapper is None or self._wrapper() is not wrapper):
+        wrapper = self._wrapper.changed()
+        if wrapper is not None:
             leave_states(wrapper, self._state_names)
-            self._wrapper = weakref.ref(wrapper)
+            self._wrapper.entered(wrapper)
         if not run.repeats or not may_repeat(tensors[0].device, open_entries()):
             return self._execute(run, tensors, self._operations, pipeline)
         states = [state for held in self._states for state in held.values()]

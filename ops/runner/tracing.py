@@ -84,7 +84,7 @@ def see(
 ) -> tuple[Any, ...]:
     """The fields of `Seen`, as torch hands them on. It is traced: what it reads is compared before the next call."""
     id(module)  # so it is the same one: of another, what is compiled would run with this one's settings and states
-    modules = tuple([(m.training, m.settings if hasattr(m, "extra_outputs") else 0) for m in module.modules()])
+    modules = tuple([(m.training, m.settings if hasattr(m, "fuser_forward") else 0) for m in module.modules()])
     given = tuple([(n, str(v.dtype) if isinstance(v, Tensor) else type(v).__name__) for n, v in extras.items()])
     return (
         seen.recipe, seen.inside, modules, x.device.type, str(x.dtype), tuple(outputs), given, bool(buffers), path,
