@@ -95,13 +95,14 @@ class Dispatch(BasicOperation):
     another transport, partial_sums or send_codes, overlap with another transport or partial_sums, partial_sums without
     a group, a capacity that is missing, not needed or less than a row for each expert of a rank, shapes that do not
     match, x on a CPU with "symmetric", and, on the CPU, indices outside [0, num_experts) (with empty_slots above
-    num_experts); TypeError for indices that are not integers and for a group of another type; NotImplementedError for
-    empty_slots with a group. On a GPU the indices are not checked, because that would synchronize: a negative one
-    counts for expert 0, one above for no expert, in rows past the sum of the sizes. With a group RuntimeError, on every
-    rank, where ranks differ in num_experts, features, dtypes, slots, capacity, overlap, partial_sums, the format of
-    codes, in whether gradients are computed or in the name of the recipe ("symmetric" compares once for each of these;
-    differences of later steps in the same buffers are found as an overflow is); with "alltoall" also where one of them
-    refuses its arguments (that one raises its own error), and while a CUDA graph is captured.
+    num_experts); TypeError for indices that are not integers, probs not of floating point, and a group of another type;
+    NotImplementedError for empty_slots with a group. On a GPU the indices are not checked, because that would
+    synchronize: a negative one counts for expert 0, one above for no expert, in rows past the sum of the sizes. With a
+    group RuntimeError, on every rank, where ranks differ in num_experts, features, dtypes, slots, capacity, overlap,
+    partial_sums, the format of codes, in whether gradients are computed or in the name of the recipe ("symmetric"
+    compares once for each of these; differences of later steps in the same buffers are found as an overflow is); with
+    "alltoall" also where one of them refuses its arguments (that one raises its own error), and while a CUDA graph is
+    captured.
     """
 
     accepts_integers = True
@@ -369,6 +370,8 @@ class Dispatch(BasicOperation):
             )
         if indices.shape[1] == 0:
             raise ValueError("indices has no slots. Choose at least one expert for each token.")
+        if not probs.is_floating_point():
+            raise TypeError(f"probs is {probs.dtype}, but must be of floating point. Give probs.float().")
         if indices.dtype not in _INDEX_DTYPES:
             raise TypeError(f"indices is {indices.dtype}, but must be integers with a sign, or bytes. Convert it.")
         highest = self.num_experts if self.empty_slots else self.num_experts - 1

@@ -434,6 +434,8 @@ class GroupedLinear(OperationWithWeights):
             raise ValueError(
                 f"scales has shape {list(scales.shape)}, but x has {x.shape[0]} rows. Give one scale a row."
             )
+        if scales is not None and not scales.is_floating_point():
+            raise TypeError(f"scales is {scales.dtype}, but must be of floating point. Give scales.float().")
         return splits, scales
 
     def buffer(self, ctx: OperationContext, name: str, like: Any, features: int) -> Tensor | None:

@@ -451,6 +451,13 @@ def test_scales_of_another_shape_are_refused(operation: Any, scales: tuple[int, 
         operation(torch.ones(4, 8), scales=torch.ones(scales))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool], ids=str)
+@pytest.mark.parametrize("operation", [ops.ScaledSwiGLU(), ops.ScaledClampedQGeGLU(), ops.ScaledSReLU()], ids=str)
+def test_scales_that_are_not_of_floating_point_are_refused(operation: Any, dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=rf"scales is {dtype}, but must be of floating point. Give scales.float\(\)"):
+        operation(torch.ones(4, 8), scales=torch.ones(4, dtype=dtype))
+
+
 def test_missing_scales_are_named() -> None:
     with pytest.raises(ValueError, match="missing: 'scales'"):
         Sequential(ops.ScaledSwiGLU())(torch.ones(4, 8))

@@ -327,7 +327,8 @@ def activation_shape(shape: torch.Size, spec: Activation) -> torch.Size:
 
 
 def check_activation(shape: Sequence[int], spec: Activation, scales: Tensor | None) -> None:
-    """Raise ValueError if an h of this shape does not divide into gate and linear part, or scales do not match it."""
+    """Raise ValueError if an h of this shape does not divide into gate and linear part, or scales do not match it,
+    TypeError for scales that are not of floating point."""
     if spec.gated and (not shape or shape[-1] % (2 * (spec.glu_interleave_size or 1))):
         size = spec.glu_interleave_size
         raise ValueError(
@@ -340,3 +341,5 @@ def check_activation(shape: Sequence[int], spec: Activation, scales: Tensor | No
             f"scales has shape {list(scales.shape)}, but x has shape {list(shape)}. "
             f"Give one scale a row: {list(shape[:-1])}."
         )
+    if scales is not None and not scales.is_floating_point():
+        raise TypeError(f"scales is {scales.dtype}, but must be of floating point. Give scales.float().")
