@@ -19,7 +19,7 @@ import ops.runner.backward
 import ops.runner.run
 from fuser import Sequential, autocast, constant_weights, lora
 from recipes.triton import repeated, replay
-from recipes.triton.zeros import compiled_zeros
+from recipes.triton.zeros import zeros_launch
 from tests.test_replay import BEFORE, Driver
 
 RECIPES = ("bf16", "fp8_current", "fp8_delayed", "fp8_block", "fp8_rowwise", "mxfp8", "nvfp4")
@@ -117,7 +117,8 @@ def main() -> None:
                 given = {"indices": torch.randint(0, EXPERTS, (ROWS, 2)), "probs": torch.rand(ROWS, 2)}
             y = model(x, **{name: t.requires_grad_() if t.is_floating_point() else t for name, t in given.items()})
         y.backward(torch.randn(ROWS, HIDDEN, dtype=torch.bfloat16))
-        own = compiled_zeros(0).function  # in place of torch.zeros
+        zeros = zeros_launch(torch.device("cuda", 0), 16)
+        own = zeros.compiled.function  # in place of torch.zeros
         return [plain((*args[:3], *args[4:5], *args[BEFORE:])) for args in launched if args[4] != own]
 
     found = {}

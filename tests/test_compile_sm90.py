@@ -71,7 +71,7 @@ from recipes.tensors.splits import Splits
 from recipes.triton.gates import why_no_gluon, why_not_this_release
 from recipes.triton.meeting import empty_meetings
 from recipes.triton.offsets import aligned_offsets_triton, clamped_offsets_triton
-from recipes.triton.zeros import compiled_zeros
+from recipes.triton.zeros import zero_triton
 from tests.compiling import ROOT, compiling
 from tests.pairwise import cover, exhaustive, rest
 from tests.smoke import all_kernels
@@ -108,7 +108,7 @@ def launch_grouped_gemm(rows: int, features: tuple[int, int], dtype: torch.dtype
     offsets = torch.zeros(GROUPS + 1, dtype=torch.int64)
     clamped_offsets_triton(torch.empty(GROUPS, dtype=torch.int64), offsets, rows)
     aligned_offsets_triton(offsets, torch.empty_like(offsets), 128)
-    compiled_zeros(0)
+    zero_triton(torch.empty(4, dtype=torch.int32), 4)
     bias, scales, alpha = torch.empty(GROUPS, N, dtype=dtype), torch.empty(rows), torch.empty(GROUPS)
     no_descriptors = [tensor[:1].expand(rows, -1) for tensor in (dy, x)]
     for extras in ((None, None, None), (bias, scales, alpha)):

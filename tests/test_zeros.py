@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from recipes.triton.launch import cdiv
 from recipes.triton.replay import Replays
-from recipes.triton.zeros import BLOCK, zeros_kernel
+from recipes.triton.zeros import BLOCK, zero_triton, zeros_launch
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 DEVICES = [
@@ -19,7 +18,7 @@ DEVICES = [
 @pytest.mark.parametrize("words", [4, BLOCK, BLOCK + 4])
 def test_so_many_words_are_zero(words, device):
     x = torch.ones(words + 3, dtype=torch.int32, device=device)
-    zeros_kernel[(cdiv(words, BLOCK),)](x, words, BLOCK=BLOCK, num_warps=4)
+    zero_triton(x, words)
     assert not x[:words].any() and x[words:].all()
 
 
@@ -31,10 +30,11 @@ def test_a_repeated_function_gets_zeros(nbytes):
     def function(x):
         kept, temporary = (torch.zeros(nbytes, dtype=torch.uint8, device=x.device) for _ in range(2))
         parts = torch.zeros(32, dtype=torch.int32, device=x.device).split([16, 16])
-        zeros_kernel[(1,)](x, 4, BLOCK=BLOCK, num_warps=4)
+        zero_triton(x, 4)
         return kept, temporary.clone(), parts[1]
 
     replays, x = Replays(function), torch.ones(4, dtype=torch.int32, device="cuda")
+    replays.zeros = zeros_launch
     for _ in range(5):
         dirty = torch.full((2**26,), 0x7F, dtype=torch.uint8, device="cuda")
         del dirty

@@ -39,6 +39,7 @@ from recipes.tensors.quantized_handle import QuantizedHandle
 from recipes.tensors.splits import Splits
 from recipes.triton.replay import Kept, how, is_eager
 from recipes.triton.tape import taping
+from recipes.triton.zeros import zeros_launch
 
 MOST_KEYS = 128  # of a step: shapes that come again
 
@@ -143,7 +144,7 @@ class RepeatedStep:
         self.alone = alone
         self.quantizers = {role: recipe.quantizer(role) for role in Role}
         self.reads_tf32 = reads_tf32
-        self.kept = Kept(MOST_KEYS)
+        self.kept = Kept(MOST_KEYS, zeros_launch)
         self.noted: set[Noted] = set()  # under any key
         self._recorders: dict[Noted, Any] = {}  # a quantizer over each state in which an amax was noted
 

@@ -46,6 +46,7 @@ from recipes.stack import Stack, current_recipe, open_entries
 from recipes.tensors.abstract import is_abstract, with_known_memory
 from recipes.tensors.splits import Splits
 from recipes.triton.replay import Kept, how
+from recipes.triton.zeros import zeros_launch
 
 MOST_SIZES = 4096  # of which a plan keeps what forward leaves: more than forwards that wait for their backward
 
@@ -106,7 +107,7 @@ class Run:
         self.differentiable: tuple[bool, ...] = ()  # y and the extra outputs
         self.given: list[tuple[int, torch.dtype]] = []  # of x and the extra inputs: dimensions, dtype
         self.repeats = False  # both passes may be repeated as a whole; known when forward has run
-        self.kept = Kept(MOST_KEYS), Kept(MOST_KEYS)
+        self.kept = Kept(MOST_KEYS, zeros_launch), Kept(MOST_KEYS, zeros_launch)
         self.left: dict[tuple[int, ...], _Left] = {}
         self.flops: dict[tuple[int, ...], tuple[int, int]] = {}  # of products, forward and backward, by the sizes
 

@@ -110,29 +110,28 @@ class Launch:
     As in a key of Triton's, a tensor counts with its dtype and whether it starts at a multiple of 16 bytes, an int with
     whether it is 1 or a multiple of 16, and its width, and of a float only that it is one. Triton's hooks at a launch
     run; what its knobs say about compiling (debug, instrumentation) is read when a key is met for the first time.
-    Over an x without numbers (`is_abstract`) nothing is launched.
+    Returns what Triton has compiled, and launched; None over an x without numbers (`is_abstract`), where nothing is.
     """
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self._compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
-    def __call__(self, x: Tensor, programs: int | tuple[int, ...], *args: Any, **constants: Any) -> None:
+    def __call__(self, x: Tensor, programs: int | tuple[int, ...], *args: Any, **constants: Any) -> Any:
         if is_abstract(x):
-            return
+            return None
         grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1, 1)[:3]
         if torch.compiler.is_compiling():
             self.kernel[grid](*args, **constants)
-            return
+            return None
         if not isinstance(self.kernel, JITFunction):  # interpreted
             self._check(args)
             self.kernel[grid](*args, **constants)
-            return
+            return None
         device = x.get_device()
         if x.is_cuda and device != torch.cuda.current_device():
             with torch.cuda.device(device):
-                self(x, programs, *args, **constants)
-            return
+                return self(x, programs, *args, **constants)
         key = (device, *map(_kind, args), *constants, *constants.values())
         found = self._compiled.get(key)
         if found is not None:
@@ -143,11 +142,12 @@ class Launch:
             self._check(args)
             compiled = self.kernel[grid](*args, **constants)
             if compiled is None:
-                return
+                return None
             last = tuple(constants.get(p.name, p.default) for p in self.kernel.params[len(args) :])
             self._compiled[key] = compiled, last
         if taping.tape is not None:
             taping.tape.launched(compiled, device, grid, (*args, *last))
+        return compiled
 
     def _check(self, args: tuple[Any, ...]) -> None:
         """Raise TypeError for a `tl.constexpr` among the positional arguments: by the key its value would not count."""

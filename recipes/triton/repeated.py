@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 import torch
 
 from recipes.triton.gates import TensorDescriptor, nvidia, why_not_this_release
-from recipes.triton.zeros import BLOCK, compiled_zeros
 
 MOST_ADDRESSES = 256  # of an argument of a launch, for which descriptors are kept
 SMALL, SMALL_ZEROED = 2**16, 2**22  # bytes of temporary memory that may be part of a buffer
@@ -109,6 +108,14 @@ class Launched(NamedTuple):
     bases: tuple[TensorPosition, ...]
 
 
+class ZerosLaunch(NamedTuple):
+    """What makes memory 0 in place of torch.zeros. args: of the kernel, behind the memory's address."""
+
+    compiled: Any
+    grid: Grid
+    args: tuple[Any, ...]
+
+
 class Written(NamedTuple):
     """Kernels wrote into these arguments of the function, so autograd increments their versions."""
 
@@ -138,13 +145,20 @@ class Repeated(NamedTuple):
     source: str
 
 
-def prepare(device: int, num_arguments: int, seen: Sequence[Seen], result: object) -> Repeated:
-    """The repetition of what was `seen`. result: what was returned, with `TensorPosition`s for tensors.
+def prepare(
+    device: int,
+    num_arguments: int,
+    seen: Sequence[Seen],
+    result: object,
+    zeros: Callable[[torch.device, int], ZerosLaunch | None] | None = None,
+) -> Repeated:
+    """The repetition of what was `seen`. result: what was returned, with `TensorPosition`s for tensors. zeros: what
+    launch makes so many bytes 0 on a GPU, if one does.
 
     Raises NotRepeatable for launches that cannot be repeated.
     """
     memory = _Memory(num_arguments, seen, _needed(seen, result))
-    source = _Source(num_arguments, seen, memory)
+    source = _Source(num_arguments, seen, memory, zeros or (lambda device, nbytes: None))
     for buffer in memory.buffers:
         source.allocate(buffer, buffer.position)
     for step in seen:
@@ -246,8 +260,15 @@ def has_places(value: object) -> bool:
 class _Source:
     """The lines of the function, and its constants by name."""
 
-    def __init__(self, num_arguments: int, seen: Sequence[Seen], memory: _Memory) -> None:
+    def __init__(
+        self,
+        num_arguments: int,
+        seen: Sequence[Seen],
+        memory: _Memory,
+        zeros: Callable[[torch.device, int], ZerosLaunch | None],
+    ) -> None:
         self.memory = memory
+        self.zeros = zeros
         self.constants: dict[str, object] = {}
         self.allocators: dict[torch.device, str] = {}
         launches = (step for step in seen if isinstance(step, Launched))
@@ -268,7 +289,7 @@ class _Source:
         shape, dtype = self._constant(step.shape), self._constant(step.dtype)
         zeros = None
         if step.zeroed and _compiled_allocator(step.device) is not None:
-            zeros = compiled_zeros(step.device.index, step.nbytes)
+            zeros = self.zeros(step.device, step.nbytes)
         if step.zeroed and zeros is None:
             made = f"{self._constant(torch.zeros)}({shape}, dtype={dtype}, device={self._constant(step.device)})"
         else:
@@ -280,8 +301,7 @@ class _Source:
         self.lines.append(f"t{number} = {made}")
         self._address(number)
         if zeros is not None:
-            words = step.nbytes // 4
-            launch = Launched(zeros, (-(-words // BLOCK), 1, 1), (TensorPosition(number), words, BLOCK), ())
+            launch = Launched(zeros.compiled, zeros.grid, (TensorPosition(number), *zeros.args), ())
             self.launch(launch, at=lambda number: f"a{number}")
 
     def operate(self, step: Operated) -> None:

@@ -36,17 +36,21 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from recipes.triton.gates import driver, knobs
-from recipes.triton.repeated import Repeated
+from recipes.triton.repeated import Repeated, ZerosLaunch
 from recipes.triton.tape import record, taping
 
 MOST_KEYS = 1024  # of a function
 
 
 class Kept:
-    """Recorded repetitions by key, see above. most: the largest number of keys; None: MOST_KEYS"""
+    """Recorded repetitions by key, see above. most: the largest number of keys; None: MOST_KEYS. zeros: what launch
+    they make zeros by, if one does (`recipes.triton.zeros`)."""
 
-    def __init__(self, most: int | None = None) -> None:
+    def __init__(
+        self, most: int | None = None, zeros: Callable[[torch.device, int], ZerosLaunch | None] | None = None
+    ) -> None:
         self.most = most
+        self.zeros = zeros
         # None: the key was met once; False: what was done cannot be repeated
         self.kept: dict[Any, Repeated | Literal[False] | None] = {}
         _all.add(self)
@@ -65,7 +69,7 @@ class Kept:
             taping.inside = True  # what it calls looks for no keys of its own
             try:
                 if found is None:
-                    result, self.kept[key] = record(tensors, function)
+                    result, self.kept[key] = record(tensors, function, self.zeros)
                     return result
                 if len(self.kept) >= (self.most or MOST_KEYS):
                     self.kept.clear()

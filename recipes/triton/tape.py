@@ -26,6 +26,7 @@ from recipes.triton.repeated import (
     Seen,
     TensorPosition,
     Written,
+    ZerosLaunch,
     prepare,
 )
 
@@ -40,15 +41,20 @@ class Taping(threading.local):
 taping = Taping()
 
 
-def record(tensors: list[Tensor], run: Callable[[], Any]) -> tuple[Any, Repeated | Literal[False]]:
-    """What `run` returns, and what repeats it; False if it cannot be repeated. tensors: its arguments, each once."""
+def record(
+    tensors: list[Tensor],
+    run: Callable[[], Any],
+    zeros: Callable[[torch.device, int], ZerosLaunch | None] | None = None,
+) -> tuple[Any, Repeated | Literal[False]]:
+    """What `run` returns, and what repeats it; False if it cannot be repeated. tensors: its arguments, each once.
+    zeros: as of `prepare`."""
     taping.tape = tape = Tape(tensors)
     try:
         with tape:
             result = run()
         if not tape.repeatable or tape.device is None:
             return result, False
-        return result, prepare(tape.device, len(tensors), tuple(tape.seen), tape.place(result))
+        return result, prepare(tape.device, len(tensors), tuple(tape.seen), tape.place(result), zeros)
     except NotRepeatable:
         return result, False
     finally:

@@ -6,8 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from recipes.triton.gates import tl, triton
+from recipes.triton.launch import Launch, cdiv
+from recipes.triton.repeated import ZerosLaunch
 
 BLOCK = 4096
 
@@ -18,14 +21,24 @@ def zeros_kernel(x_ptr, words, BLOCK: tl.constexpr):
     tl.store(x_ptr + at, 0, mask=at < words)
 
 
-def compiled_zeros(device: int, nbytes: int = 16) -> Any | None:
-    """The kernel for so many bytes from a multiple of 16 on, compiled for this GPU, the current one. None if it is not
-    for so many, or would have to be loaded while a stream captures."""
+_zeros = Launch(zeros_kernel)
+_compiled: dict[torch.device, Any] = {}
+
+
+def zero_triton(x: Tensor, words: int) -> Any:
+    """Makes the first `words` of contiguous int32 0, on any device: tests bring CPU tensors, under the interpreter.
+    Returns the compiled kernel."""
+    return _zeros(x, cdiv(words, BLOCK), x, words, BLOCK=BLOCK, num_warps=4)
+
+
+def zeros_launch(device: torch.device, nbytes: int) -> ZerosLaunch | None:
+    """The launch that makes so many bytes from a multiple of 16 on 0. None if none does, or if the kernel would have to
+    be loaded while a stream captures."""
     if nbytes % 16 or not 0 < nbytes < 2**31:
         return None
-    if device not in _compiled and not torch.cuda.is_current_stream_capturing():
-        _compiled[device] = zeros_kernel.warmup(torch.int32, BLOCK, BLOCK=BLOCK, num_warps=4, grid=(1,))
-    return _compiled.get(device)
-
-
-_compiled: dict[int, Any] = {}
+    if device not in _compiled:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        _compiled[device] = zero_triton(torch.empty(4, dtype=torch.int32, device=device), 4)
+    words = nbytes // 4
+    return ZerosLaunch(_compiled[device], (cdiv(words, BLOCK), 1, 1), (words, BLOCK))
