@@ -15,10 +15,11 @@ from fuser.layout import Container, Layout, Stage
 from fuser.plan import Fusion, FusionPlanner, fusions_version, registered_fusions
 from ops.products.main_grad import OperationWithWeights, backward_dw
 from ops.runner.callers_buffers import CallersBuffer, check_between_stages, place_of
+from ops.runner.callers_extras import at_border, refuse_unnamed
 from ops.runner.input import as_input, check_real
 from ops.runner.nested_backward import note_forward
 from ops.runner.not_traced import not_traced
-from ops.runner.operation import BasicOperation, at_border, check_buffers, refuse_unnamed
+from ops.runner.operation import BasicOperation, check_buffers
 from ops.runner.run import Buffers, Pipeline
 from ops.runner.tracing import (
     NOT_TRACED,

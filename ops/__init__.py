@@ -45,10 +45,10 @@ from ops.runner.operation import (
     FusibleOperation,
     IndexTensor,
     OperationContext,
-    check_features,
     optional,
     several,
 )
+from ops.runner.shapes import check_features
 from ops.torch_function import Torch
 
 __all__ = [

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from ops.elementwise import ElementwiseOperation
 from ops.kernels.elementwise.chain import Step
 from ops.kernels.elementwise.chain_steps import ADD_COLUMN
-from ops.runner.operation import check_features, check_parameter_dtype, check_shape
 from ops.runner.set_once import SetOnce
+from ops.runner.shapes import check_features, check_parameter_dtype, check_shape
 from recipes.arguments import positive_integers
 
 

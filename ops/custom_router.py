@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ops.runner.callers_extras import check_extras
 from ops.runner.context import IndexTensor
 from ops.runner.input import as_input
 from ops.runner.named_extras import NamedExtras
-from ops.runner.operation import check_extras
 
 
 class CustomRouter(NamedExtras, nn.Module):

@@ -22,9 +22,10 @@ from ops.products.weights import quantized_weights
 from ops.runner.callers_buffers import overlap
 from ops.runner.checked import Checked
 from ops.runner.context import at_tensor
-from ops.runner.operation import BackwardOfBasic, OperationContext, check_features, check_matrix, check_parameter_dtype
+from ops.runner.operation import BackwardOfBasic, OperationContext
 from ops.runner.parameters import parameter_names
 from ops.runner.set_once import SetOnce
+from ops.runner.shapes import check_features, check_matrix, check_parameter_dtype
 from recipes.arguments import as_flag, check_flags, positive_integers
 from recipes.recipe import Recipe, Role
 from recipes.request import PlanRequest

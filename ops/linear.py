@@ -19,8 +19,9 @@ from ops.products.tile_words import explain_dequantized
 from ops.products.weights import quantized_weights
 from ops.runner.checked import Checked
 from ops.runner.context import at_tensor
-from ops.runner.operation import BackwardOfBasic, OperationContext, check_features, check_parameter_dtype
+from ops.runner.operation import BackwardOfBasic, OperationContext
 from ops.runner.set_once import SetOnce
+from ops.runner.shapes import check_features, check_parameter_dtype
 from recipes.arguments import as_flag, check_flags, positive_integers
 from recipes.recipe import Recipe, Role
 from recipes.request import PlanRequest

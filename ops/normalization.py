@@ -11,14 +11,9 @@ from torch import Tensor, nn
 
 from ops.kernels.norm.norm_triton import runs_in_triton
 from ops.runner.checked import Checked
-from ops.runner.operation import (
-    BasicOperation,
-    OperationContext,
-    check_features,
-    check_parameter_dtype,
-    check_shape,
-)
+from ops.runner.operation import BasicOperation, OperationContext
 from ops.runner.set_once import SetOnce
+from ops.runner.shapes import check_features, check_parameter_dtype, check_shape
 from recipes.arguments import as_flag, as_integer, as_number
 from recipes.request import PlanRequest
 

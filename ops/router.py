@@ -26,16 +26,9 @@ from ops.router_arguments import (
 )
 from ops.runner.checked import Checked
 from ops.runner.nested_backward import within_backward
-from ops.runner.operation import (
-    BackwardOfBasic,
-    BasicOperation,
-    IndexTensor,
-    OperationContext,
-    check_features,
-    check_matrix,
-    check_parameter_dtype,
-)
+from ops.runner.operation import BackwardOfBasic, BasicOperation, IndexTensor, OperationContext
 from ops.runner.set_once import SetOnce
+from ops.runner.shapes import check_features, check_matrix, check_parameter_dtype
 from recipes.amax_reduction import check_group
 from recipes.arguments import as_flag, as_integer, as_number, check_flags, positive_integers
 from recipes.request import PlanRequest

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ops.runner.callers_extras import check_extras
 from ops.runner.input import as_input
 from ops.runner.named_extras import NamedExtras
-from ops.runner.operation import check_extras
 
 
 class Torch(NamedExtras, nn.Module):

@@ -16,8 +16,8 @@ from fuser.sequential import Sequential
 from ops.combine import Combine
 from ops.dispatch import Dispatch
 from ops.kernels.routing.all_to_all import announce_refusal
+from ops.runner.callers_extras import at_border, refuse_unnamed
 from ops.runner.not_traced import not_traced
-from ops.runner.operation import at_border, refuse_unnamed
 from ops.runner.run import Pipeline
 from ops.transfer_halves import CombineFinish, CombineStart, DispatchFinish, DispatchStart
 from recipes.arguments import positive_integers

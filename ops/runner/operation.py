@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ops.runner.callers_extras import at_border, check_extras, refuse_unnamed
 from ops.runner.context import IndexTensor, OperationContext
-from ops.runner.input import NUMBERS, check_real
 from ops.runner.lent_memory import LentMemory
 from ops.runner.named_extras import NamedExtras
 from ops.runner.not_traced import not_traced
@@ -526,74 +526,6 @@ class FusedOperation(FusibleOperation):
         raise NotImplementedError(f"{type(self).__name__} has passes={self.passes!r}, but no fuser_backward.")
 
 
-def check_parameter_dtype(dtype: torch.dtype | None) -> None:
-    """Raise TypeError for a dtype in which no parameter can be trained here; None is torch's default."""
-    if dtype is not None and dtype not in NUMBERS:
-        raise TypeError(
-            f"dtype is {dtype!r}, but parameters must be bfloat16, float16, float32 or float64. Pass one of these."
-        )
-
-
-def check_features(incoming: int | None, needed: int) -> None:
-    """Raise ValueError if as many features come in, as far as that is known, as are not needed."""
-    if incoming not in (None, needed):
-        raise ValueError(f"x has {incoming} features, but {needed} are needed. Check the operation before this one.")
-
-
-def check_matrix(x: Any, rows: str, features: int) -> None:
-    """Raise ValueError unless x is a matrix of so many features. rows: what its rows are called"""
-    if len(x.shape) == 2 and x.shape[1] == features:
-        return
-    mend = "Check the operation before this one."
-    if len(x.shape) != 2 and x.shape[-1:] == (features,):
-        flat = f"(-1, {features})"
-        mend = f"Flatten leading dimensions: give x.reshape{flat}, or put ops.Reshape({flat}) in front."
-    raise ValueError(f"x has shape {list(x.shape)}, but [{rows}, {features}] is needed. {mend}")
-
-
-def check_shape(name: str, parameter: Any, needed: Sequence[int]) -> None:
-    """Raise ValueError if the parameter of this name has another shape: it would be broadcast."""
-    if tuple(parameter.shape) != tuple(needed):
-        raise ValueError(f"{name} has shape {list(parameter.shape)}, but {list(needed)} is needed. Assign one of that.")
-
-
-def check_extras(
-    consumed: Sequence[str], produced: Sequence[str], given: Mapping[str, Any], outputs: Sequence[str]
-) -> None:
-    """Raise ValueError, listing what exists, if an extra input is missing or unknown, or an output does not exist.
-
-    TypeError for an extra input of complex numbers, and for outputs that are a string or no iterable.
-    """
-    if isinstance(outputs, str) or not isinstance(outputs, Iterable):
-        raise TypeError(f"outputs is {outputs!r}, but must be names of extra outputs. Pass a tuple of strings.")
-    if len(given) != len(consumed) or given.keys() != set(consumed):
-        missing = [name for name in consumed if name not in given]
-        unknown = [name for name in given if name not in consumed]
-        problem = (f"missing: {', '.join(map(repr, missing))}; " if missing else "") + (
-            f"unknown: {', '.join(map(repr, unknown))}; " if unknown else ""
-        )
-        asked = ", ".join(map(repr, consumed)) or "none"
-        raise ValueError(f"Extra inputs by name: {problem}the operations ask for: {asked}.")
-    for name, value in given.items():
-        if isinstance(value, Tensor):
-            check_real(name, value.dtype)
-    for name in outputs:
-        if name not in produced:
-            raise ValueError(
-                f"No operation makes the extra output {name!r}. There are: {', '.join(map(repr, produced)) or 'none'}."
-            )
-
-
-def refuse_unnamed(given: Sequence[Any], consumed: Sequence[str]) -> NoReturn:
-    """Raise TypeError for extra inputs that were given by position. consumed: the names that there are"""
-    were = "was" if len(given) == 1 else "were"
-    names = ", ".join(map(repr, consumed)) or "there are none"
-    raise TypeError(
-        f"{len(given)} more than x {were} given by position, but extra inputs are given by name, as name=tensor: "
-        f"{names}. The classes of fuser.te count them."
-    )
-
-
 def check_buffers(module: nn.Module, named: Mapping[str, Tensor], where: str) -> None:
     """Raise TypeError unless `named` is a mapping, ValueError for a buffer that the module does not write into."""
     if not isinstance(named, Mapping):
@@ -605,8 +537,3 @@ def check_buffers(module: nn.Module, named: Mapping[str, Tensor], where: str) ->
                 f"{where} names {name!r}, but {type(module).__name__} writes into "
                 f"{', '.join(map(repr, known)) or 'no buffer of the caller'}."
             )
-
-
-def at_border(value: Any) -> Any:
-    """An extra output as the caller gets it: a tensor; split sizes as their tensor of sizes."""
-    return value.sizes if isinstance(value, Splits) else value

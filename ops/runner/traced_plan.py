@@ -41,6 +41,7 @@ from ops.runner.quantizer_state import state_names
 from ops.runner.repeat import MOST_KEYS, OperationState, may_repeat
 from ops.runner.run import Call, Pipeline, step_of
 from ops.runner.torch_autocast import without_autocast
+from ops.runner.views import View, in_own_memory, memory_number, restored, view_in
 from recipes.recipe import Recipe
 from recipes.stack import Stack, current_recipe, open_entries
 from recipes.tensors.abstract import is_abstract, with_known_memory
@@ -69,21 +70,12 @@ class Terms(NamedTuple):
     outputs: tuple[str, ...]
 
 
-class _View(NamedTuple):
-    """How a tensor lies in another one. offset: from that one's first element."""
-
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-
 class _Left(NamedTuple):
     """What a forward leaves for backward beside tensors. views: how each kept tensor lies in what is saved."""
 
     program: Program
     states: tuple[OperationState, ...]
-    views: tuple[_View | None, ...]
+    views: tuple[View | None, ...]
     entries: Stack
 
 
@@ -127,15 +119,15 @@ class Run:
         self.given = [(tensor.dim(), tensor.dtype) for tensor in _activations(tensors, self.num_parameters)]
         made: list[Tensor] = []
         for result in results:
-            made.append(_in_own_memory(result, (*tensors, *made, *held)))
-        known = {_memory(tensor): at for at, tensor in reversed([*enumerate((*tensors, *made))])}
-        foreign = {_memory(tensor) for tensor in held}
+            made.append(in_own_memory(result, (*tensors, *made, *held)))
+        known = {memory_number(tensor): at for at, tensor in reversed([*enumerate((*tensors, *made))])}
+        foreign = {memory_number(tensor) for tensor in held}
         sources: list[int | None] = []
         for tensor in kept if any(self.wanted) else ():
-            if tensor is not None and _memory(tensor) not in known:
-                known[_memory(tensor)] = len(tensors) + len(made)
-                made.append(tensor.clone() if _memory(tensor) in foreign else tensor)
-            sources.append(None if tensor is None else known[_memory(tensor)])
+            if tensor is not None and memory_number(tensor) not in known:
+                known[memory_number(tensor)] = len(tensors) + len(made)
+                made.append(tensor.clone() if memory_number(tensor) in foreign else tensor)
+            sources.append(None if tensor is None else known[memory_number(tensor)])
         if self.sources is None:
             self.sources = tuple(sources)
         elif self.sources != tuple(sources):
@@ -297,7 +289,9 @@ class TracedPlan:
                 return made, None
             assert run.sources is not None, "it was taken"
             known = (*tensors, *made)
-            views = [None if at is None else _view(t, known[at]) for t, at in zip(call.kept, run.sources, strict=True)]
+            views = [
+                None if at is None else view_in(t, known[at]) for t, at in zip(call.kept, run.sources, strict=True)
+            ]
             return made, _Left(program, tuple(call.states), tuple(views), open_entries())
 
     def backward(
@@ -341,7 +335,7 @@ class TracedPlan:
         parameters = [at[1 + index] for index in range(self.num_parameters)]
         activations = {0, *range(1 + self.num_parameters, len(run.wanted))}
         at = {p: tensor.contiguous() if p in activations else tensor for p, tensor in at.items()}
-        kept = [None if p is None else _restored(at[p], v) for p, v in zip(run.sources, left.views, strict=True)]
+        kept = [None if p is None else restored(at[p], v) for p, v in zip(run.sources, left.views, strict=True)]
         terms = self.terms
         with self._holding(self._operations, parameters):
             record = Record(
@@ -355,7 +349,7 @@ class TracedPlan:
         for gradient, shape, want in zip(found, shapes, run.wanted, strict=True):
             if want:
                 gradient = _empty(shape).zero_() if gradient is None else gradient
-                made.append(_in_own_memory(gradient, (*others, *made)))
+                made.append(in_own_memory(gradient, (*others, *made)))
         return made
 
     def _nothing_left(self, sizes: Sequence[int]) -> RuntimeError:
@@ -502,51 +496,6 @@ def _empty_like(state: Tensor) -> Tensor:
 
 def _at_border(value: Any) -> Tensor:
     return value.sizes if isinstance(value, Splits) else at_tensor(value)
-
-
-def _memory(tensor: Tensor) -> int:
-    """One number for all tensors in the same memory, which is known of those without numbers too."""
-    return tensor.untyped_storage()._cdata
-
-
-def _in_own_memory(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """The tensor, contiguous, or a copy where another one lies in its memory: torch lets no two results share it."""
-    memory = _memory(tensor)
-    if any(_memory(other) == memory for other in others):
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor.contiguous()
-
-
-def _view(tensor: Tensor | None, base: Tensor) -> _View | None:
-    if tensor is None:
-        return None
-    offset = int(tensor.storage_offset() * tensor.itemsize - base.storage_offset() * base.itemsize)
-    end = offset + _extent(tensor)
-    if offset < 0 or offset % tensor.itemsize or end > _extent(base):
-        raise NotImplementedError(
-            f"What forward keeps for backward, {list(tensor.shape)}, reaches beyond the tensor {list(base.shape)} in "
-            "whose memory it lies, so it cannot be one operation of torch. Leave this module out of torch.compile: "
-            "torch.compiler.disable(module)."
-        )
-    return _View(tensor.dtype, tuple(tensor.shape), tensor.stride(), offset // tensor.itemsize)
-
-
-def _extent(tensor: Tensor) -> int:
-    """Bytes from the first element to the end of the last one."""
-    if not tensor.numel():
-        return 0
-    return tensor.itemsize * (1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)))
-
-
-def _restored(base: Tensor, view: _View | None) -> Tensor:
-    assert view is not None, "of each source there is a view"
-    if (base.dtype, base.shape, base.stride(), 0) == view:
-        return base
-    if base.dtype == view.dtype:
-        return base.as_strided(view.size, view.stride, base.storage_offset() + view.offset)
-    begin = base.storage_offset() * base.itemsize // view.dtype.itemsize
-    memory = torch.empty(0, dtype=view.dtype, device=base.device).set_(base.untyped_storage())
-    return memory.as_strided(view.size, view.stride, begin + view.offset)
 
 
 class _Shape(NamedTuple):

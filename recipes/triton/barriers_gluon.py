@@ -1,9 +1,9 @@
 """Barriers of kernels in Gluon: of a program's threads, and of copies into its shared memory.
 
-The memory of barriers of copies must be theirs to the kernel's end. The GPU keeps their state and writes it there late:
-where the compiler, for which they were dead once all were waited for, had put scales into that memory, 0.6 % of the
-programs of a cast read the state of barriers as scales on an H100 (`bench/results/tuning.md`). A kernel ends with
-`invalidate`, which is a use of them.
+The memory of barriers of copies must be theirs to the kernel's end: PTX allows no other use of it before they are
+invalidated. Where the compiler, for which they were dead once all were waited for, had put scales there, 0.6 % of the
+programs of a cast read wrong ones on an H100, as if the GPU wrote the barriers' state late (`bench/results/tuning.md`).
+A kernel ends with `invalidate`, which is a use of them.
 
 Import this only where `recipes.triton.gates.why_no_gluon` says None.
 """
