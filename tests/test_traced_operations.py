@@ -463,7 +463,7 @@ def test_a_compiled_model_is_freed_with_its_plans():
 
 
 def names_in_profile(run) -> dict[str, int]:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         run()
     return {event.key: event.count for event in profile.key_averages() if event.key.startswith("fuser::")}
 
