@@ -288,6 +288,59 @@ def test_weights_are_quantized_once_a_scope(repeating):
     assert not torch.equal(step(model, "mxfp8", 9)[0], before[0])
 
 
+def in_one_scope():
+    """A change that opens a scope before the second step, and changes weights inside of it in ways that are seen."""
+    scopes = []
+
+    def change(model: Sequential, at: int) -> None:
+        _, first, _, last = model
+        with torch.no_grad():
+            match at:
+                case 0:
+                    scopes[:] = [constant_weights(model)]
+                    scopes[0].__enter__()
+                case 4:
+                    first.weight.mul_(2)
+                    last.weight.mul_(2)
+                case 7:
+                    for linear in (first, last):
+                        linear.weight.data = linear.weight.data.clone() + 1
+                case 10:
+                    for linear in (first, last):
+                        linear.weight = nn.Parameter(linear.weight.flip(0))
+                case 13:
+                    for linear in (first, last):
+                        linear.load_state_dict({name: -tensor for name, tensor in linear.state_dict().items()})
+
+    return change
+
+
+@pytest.mark.parametrize("recipe", ("fp8_delayed", "fp8_current", "mxfp8"))
+def test_changes_in_a_scope_are_seen(recipe, repeating, monkeypatch):
+    check_steps(dense, recipe, monkeypatch, steps=16, change=in_one_scope(), at_least=4)
+
+
+def test_a_scope_serves_passes_of_all_kinds_in_turn(repeating, monkeypatch):
+    """What it gave the last pass is not taken for what another one needs, and is given without being asked for again."""
+    asked = []
+    prepare = ops.Linear.prepare_weights
+    monkeypatch.setattr(ops.Linear, "prepare_weights", lambda self, ctx: asked.append(ctx) or prepare(self, ctx))
+    model, other = dense(), dense()
+    with constant_weights(model):
+        for at in range(16):
+            recipe, grad = ("fp8_current", "mxfp8")[at // 8], at // 4 % 2 == 1
+            with torch.inference_mode(at % 8 == 3):
+                found, expected = (step(m, recipe, at, grad=grad) for m in (model, other))
+            assert_same(found, expected)
+        for at in range(2):
+            asked.clear()
+            step(model, "mxfp8", at)
+        assert not asked
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            assert_same(step(model, "mxfp8", 9), step(other, "mxfp8", 9))
+        assert asked
+
+
 def test_a_weight_that_is_used_twice(repeating, monkeypatch):
     def tied():
         torch.manual_seed(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ops.products.held_weights import Copies, Quantize
-from ops.products.weights import QuantizedWeights, dequantized
+from ops.products.weights import QuantizedWeights, dequantized, is_capturing, saves_by_hooks
 from ops.runner.context import state_of
 from ops.runner.operation import BasicOperation
 from recipes.stack import are_replayed, open_entries
@@ -92,7 +92,7 @@ class constant_weights:
     def copies(
         self,
         operation: BasicOperation,
-        parameters: Sequence[Tensor],
+        parameters: Mapping[str, Tensor],
         key: Any,
         quantizer: Quantizer,
         quantize: Quantize,
@@ -100,7 +100,7 @@ class constant_weights:
         columnwise: bool,
         values_in: torch.dtype | None = None,
     ) -> Copies:
-        """The operation's weights, quantized by the first call.
+        """The operation's weights, by their names, quantized by the first call.
 
         key: what `quantize` depends on besides their values
         values_in: with values in this dtype in place of codes. Under scales that move codes are kept too, so that
@@ -112,7 +112,7 @@ class constant_weights:
                 return dequantized(quantize, values_in, rowwise, columnwise)
             return quantize(rowwise, columnwise)
         # What inference mode makes cannot be saved for a backward.
-        key = (key, tuple(map(state_of, parameters)), torch.is_inference_mode_enabled())
+        key = (key, tuple(map(state_of, parameters.values())), torch.is_inference_mode_enabled())
         if not quantizer.keeps_state:
             key = (key, values_in)
             quantize = quantize if values_in is None else partial(dequantized, quantize, values_in)
@@ -120,20 +120,41 @@ class constant_weights:
         # An evaluation recorded no amax: the first training pass casts again, with the same scale, which does.
         records = quantizer.keeps_state and getattr(quantizer, "updates", None) is not None
         if kept is None or not kept.serves(parameters, key) or (records and not kept.records):
-            snapshot = quantizer.snapshot(parameters[0].device)
+            snapshot = quantizer.snapshot(next(iter(parameters.values())).device)
             kept = self._kept[operation] = QuantizedWeights(parameters, key, snapshot, records)
             if self._debug:
-                self._values[operation] = [parameter.detach().clone() for parameter in parameters]
+                self._values[operation] = [p.detach().clone() for p in parameters.values()]
         else:
             if self._debug:
-                self._check(operation, parameters)
+                self._check(operation, parameters.values())
             quantizer.note_cast_with(kept.snapshot)
         if not quantizer.keeps_state:
             return kept.copies(rowwise, columnwise, quantize)
         codes = kept.copies(True, True, quantize)  # a copy that is added later would have other scales
         return codes if values_in is None else kept.values(rowwise, columnwise, values_in)
 
-    def _check(self, operation: BasicOperation, parameters: Sequence[Tensor]) -> None:
+    def prepared(self, operation: BasicOperation, program: Any, make: Callable[[], Any]) -> Any:
+        """make(), which asks `copies` what this program multiplies with; where nothing that these depend on has changed
+        since it was asked last, what it gave then. Not under scales that move, which are noted at each use."""
+        kept = self._kept.get(operation)
+        asked = None if kept is None else self._asked(kept, operation, program)
+        if kept is not None and kept.given is not None and kept.given[0] == asked:
+            return kept.given[1]
+        copies = make()
+        kept = self._kept.get(operation)
+        if kept is not None and kept.snapshot is None:
+            asked = self._asked(kept, operation, program)
+            kept.given = None if asked is None else (asked, copies)
+        return copies
+
+    def _asked(self, kept: QuantizedWeights, operation: BasicOperation, program: Any) -> Any:
+        """What copies for a program depend on; None if they are compared, or made anew, at each use."""
+        held = kept.held_by(operation)
+        if held is None or self._debug or is_capturing(held[0].device) or operation._forward_pre_hooks:
+            return None
+        return program, saves_by_hooks(), torch.is_inference_mode_enabled(), *map(state_of, held)
+
+    def _check(self, operation: BasicOperation, parameters: Iterable[Tensor]) -> None:
         for now, before in zip(parameters, self._values[operation], strict=True):
             if not torch.equal(_bits(now), _bits(before)):
                 raise RuntimeError(
@@ -170,7 +191,7 @@ class FrozenWeights(constant_weights):
     def copies(
         self,
         operation: BasicOperation,
-        parameters: Sequence[Tensor],
+        parameters: Mapping[str, Tensor],
         key: Any,
         quantizer: Quantizer,
         quantize: Quantize,

@@ -25,7 +25,7 @@ and stands for both.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,6 +37,7 @@ from ops.products.held_weights import Copies, Quantize, held_codes
 from ops.products.paths import SplitTensors
 from ops.products.product import for_wgrad, gemm_dtype, with_missing
 from ops.runner.context import OperationContext
+from ops.runner.parameters import held_parameter
 from recipes.cast_counts import is_counting
 from recipes.effects import recording
 from recipes.native_products import why_not_float8
@@ -56,24 +57,33 @@ class ForBackward(NamedTuple):
 class QuantizedWeights:
     """The copies of one operation, for the last quantizer that it used.
 
+    parameters: the weights by their names
     snapshot: of the quantizer's state that they were cast with
     records: whether the cast recorded amaxes in it
+    given: what `constant_weights.prepared` gave last, and for what; None if it gave nothing yet
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], key: Any, snapshot: Tensor | None = None, records: bool = False
+        self, parameters: Mapping[str, Tensor], key: Any, snapshot: Tensor | None = None, records: bool = False
     ) -> None:
-        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._parameters = {name: weakref.ref(parameter) for name, parameter in parameters.items()}
         self._key = key
         self.snapshot = snapshot
         self.records = records
+        self.given: tuple[Any, Any] | None = None
         self._copies: Copies | None = None
         self._values: QuantizedWeights | None = None
 
-    def serves(self, parameters: Sequence[Tensor], key: Any) -> bool:
+    def serves(self, parameters: Mapping[str, Tensor], key: Any) -> bool:
         """Whether these are the copies of just these weights."""
-        same = len(parameters) == len(self._parameters) and self._key == key
-        return same and all(ref() is p for ref, p in zip(self._parameters, parameters, strict=True))
+        same = parameters.keys() == self._parameters.keys() and self._key == key
+        return same and all(self._parameters[name]() is parameter for name, parameter in parameters.items())
+
+    def held_by(self, operation: Any) -> list[Tensor] | None:
+        """The weights, if they are those that the operation holds now; else None."""
+        held = [held_parameter(operation, name) for name in self._parameters]
+        same = all(ref() is parameter for ref, parameter in zip(self._parameters.values(), held, strict=True))
+        return held if same else None
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +107,7 @@ class QuantizedWeights:
         """Those of the copies that are requested with their values in `dtype`, made once, in place of their codes."""
         assert self._copies is not None, "there are codes, of which they are the values"
         if self._values is None:
-            self._values = QuantizedWeights((), None)
+            self._values = QuantizedWeights({}, None)
         return self._values.copies(rowwise, columnwise, partial(dequantized, partial(_picked, self._copies), dtype))
 
 
@@ -156,9 +166,10 @@ def _in_forward(
     # What is computed anew for each forward has no copies that outlive it.
     if (flag is None and scope is None) or any(name in ctx.computed for name in names):
         return once(rowwise, columnwise and (kept or not rowwise))
-    parameters = [ctx.held(name) for name in names]
+    parameters = {name: ctx.held(name) for name in names}
+    device = parameters[names[0]].device
     key = (ctx.recipe.quantizer(Role.WEIGHT), ctx.path.name, ctx.dtype)
-    replayed = _casts_at_each_replay(parameters)
+    replayed = _casts_at_each_replay(device)
     if flag is not None:
         shared = _shared_by_graphs(operation, parameters, key)
         if replayed:
@@ -169,8 +180,8 @@ def _in_forward(
         multiplies_codes = quantizer.float8_scaling(False) is not None and why_not_float8(ctx.path.capability) is None
         keeps_values = ctx.recipe.keeps_weight_values and not multiplies_codes
         # What a checkpoint computes again, after the scope too, must save tensors of the same kind.
-        keeps_values = keeps_values and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        values_in = gemm_dtype(ctx.dtype, parameters[0].device) if keeps_values else None
+        keeps_values = keeps_values and not saves_by_hooks()
+        values_in = gemm_dtype(ctx.dtype, device) if keeps_values else None
         copies = scope.copies(operation, parameters, key, quantizer, quantize, rowwise, columnwise, values_in)
     if flag is not None:
         shared.copies(rowwise, columnwise, partial(_cloned, copies))
@@ -200,16 +211,22 @@ def _for_backward(copies: Copies) -> QuantizedTensor | SplitTensors:
     return SplitTensors(tuple(for_wgrad(member) for member in copies), (), 0)
 
 
-def _casts_at_each_replay(parameters: Sequence[Tensor]) -> bool:
+def saves_by_hooks() -> bool:
+    """Whether hooks take what is saved for backward, as activation checkpoints do."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def _casts_at_each_replay(device: torch.device) -> bool:
     record = recording()
-    return _is_capturing(parameters) or (record is not None and record.rehearses)
+    return is_capturing(device) or (record is not None and record.rehearses)
 
 
-def _is_capturing(parameters: Sequence[Tensor]) -> bool:
-    return parameters[0].is_cuda and torch.cuda.is_current_stream_capturing()
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is captured there."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _shared_by_graphs(operation: Any, parameters: Sequence[Tensor], key: Any) -> QuantizedWeights:
+def _shared_by_graphs(operation: Any, parameters: Mapping[str, Tensor], key: Any) -> QuantizedWeights:
     """The copies that all graphs of these weights share. Made by runs before the capture: what is allocated within one
     may lie where a replay puts something else first."""
     shared = operation._captured_weights

@@ -137,6 +137,7 @@ class Wiring(NamedTuple):
     upstream_dtype: torch.dtype  # dx leaves in it, in backward
     needs_grad: bool  # whether backward has anything to do here
     parameters: tuple[tuple[int, str, int], ...]  # of its operations: position of that, name, slot
+    quantizes: tuple[int, ...]  # the positions of those whose weights the recipe quantizes
     accepts_quantized: bool
     accepts_gathered: bool
     writes: str | None  # the pipeline's name of the extra input that forward writes into
@@ -257,6 +258,7 @@ class Program:
         outputs = {(n, o.extra_name(n), kind): None for o in covered for n, kind in o.extra_outputs.items()}
         inside = {name for _, name, _ in outputs}  # what one covered operation makes for another is the step's affair
         inputs = {(n, o.extra_name(n), kind): None for o in covered for n, kind in o.extra_inputs.items()}
+        quantizes = self.request.recipe.quantizer(Role.WEIGHT) is not None
         written = covered[-1].in_place_input  # fused or not: a fusion takes no other operation that writes
         return Wiring(
             step if step.fused else step._replace(operation=None),
@@ -267,6 +269,7 @@ class Program:
             self.contexts[first - 1]["dtype"] if first else self.input_dtype,
             any(context["needs_grad"] for context in contexts),
             tuple((c["index"], name, slot) for c in contexts for name, slot in c["parameter_slots"].items()),
+            tuple(i for i in step.indices if quantizes and Role.WEIGHT in operations[i].quantized_roles),
             step.operation.accepts_quantized,
             states(type(step.operation), "accepts_gathered"),
             None if written is None else covered[-1].extra_name(written),

@@ -459,8 +459,8 @@ class Call:
 
     def _repeat(self, repeated: RepeatedStep, wiring: Wiring, x: Any, lent: Any) -> tuple[Any, Mapping[str, Any]]:
         """The same, done again if it can be."""
-        inside = [index for index in wiring.step.indices if self.operations[index].weights_scope is not None]
-        weights = {index: self.operations[index].prepare_weights(self.context(index, self.updates)) for index in inside}
+        inside = [index for index in wiring.quantizes if self.operations[index].weights_scope is not None]
+        weights = {index: self._prepared_weights(index) for index in inside}
 
         def execute(updates: Any) -> StepResult:
             before = dict(self.environment)
@@ -480,6 +480,15 @@ class Call:
         self.states += result.states
         self.kept += result.kept
         return result.y, dict(zip(result.names, result.outputs, strict=True))
+
+    def _prepared_weights(self, index: int) -> Any:
+        """Those of the operation at this index that its scope keeps quantized."""
+        operation = self.operations[index]
+
+        def make() -> Any:
+            return operation.prepare_weights(self.context(index, self.updates))
+
+        return operation.weights_scope.prepared(operation, self.program, make)
 
     def _check_writable(self, wiring: Wiring, name: str, x: Any) -> None:
         target = self.environment[name]
