@@ -133,7 +133,7 @@ def step(model: Sequential, recipe, step: int = 0, rows: int = 96, grad: bool = 
 
 
 def states_of(model: nn.Module) -> list[Tensor]:
-    return [buffer.clone() for buffer in model.buffers()]
+    return [buffer.clone() for _, buffer in sorted(model.named_buffers())]
 
 
 def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -339,6 +339,23 @@ def test_a_scope_serves_passes_of_all_kinds_in_turn(repeating, monkeypatch):
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             assert_same(step(model, "mxfp8", 9), step(other, "mxfp8", 9))
         assert asked
+
+
+def test_amaxes_that_an_evaluation_did_not_record_are_recorded_by_training(repeating, monkeypatch):
+    def run() -> list[list[Tensor]]:
+        model = dense()
+        found = []
+        with constant_weights(model):
+            for at in range(12):
+                found.append(step(model, "fp8_delayed", at, grad=at // 4 == 1) + states_of(model))
+        return found
+
+    found = run()
+    assert num_repeated() >= 4
+    for module in (ops.runner.run, ops.runner.backward):
+        monkeypatch.setattr(module, "may_repeat", lambda device, entries: False)
+    for one, other in zip(found, run(), strict=True):
+        assert_same(one, other)
 
 
 def test_a_weight_that_is_used_twice(repeating, monkeypatch):

@@ -133,26 +133,30 @@ class constant_weights:
         codes = kept.copies(True, True, quantize)  # a copy that is added later would have other scales
         return codes if values_in is None else kept.values(rowwise, columnwise, values_in)
 
-    def prepared(self, operation: BasicOperation, program: Any, make: Callable[[], Any]) -> Any:
-        """make(), which asks `copies` what this program multiplies with; where nothing that these depend on has changed
-        since it was asked last, what it gave then. Not under scales that move, which are noted at each use."""
+    def prepared(self, operation: BasicOperation, use: Any, make: Callable[[], Any]) -> Any:
+        """make(), which asks `copies` what a forward multiplies with; where nothing that these depend on has changed
+        since it was asked last, what it gave then. It is asked by what may be repeated, so within no `fuser.checkpoint`,
+        which would note the scales.
+
+        use: what else `make` depends on, to be compared
+        """
         kept = self._kept.get(operation)
-        asked = None if kept is None else self._asked(kept, operation, program)
+        asked = None if kept is None else self._asked(kept, operation, use)
         if kept is not None and kept.given is not None and kept.given[0] == asked:
             return kept.given[1]
         copies = make()
         kept = self._kept.get(operation)
-        if kept is not None and kept.snapshot is None:
-            asked = self._asked(kept, operation, program)
+        if kept is not None:
+            asked = self._asked(kept, operation, use)
             kept.given = None if asked is None else (asked, copies)
         return copies
 
-    def _asked(self, kept: QuantizedWeights, operation: BasicOperation, program: Any) -> Any:
-        """What copies for a program depend on; None if they are compared, or made anew, at each use."""
+    def _asked(self, kept: QuantizedWeights, operation: BasicOperation, use: Any) -> Any:
+        """What copies for a forward depend on; None if they are compared, or made anew, at each use."""
         held = kept.held_by(operation)
         if held is None or self._debug or is_capturing(held[0].device) or operation._forward_pre_hooks:
             return None
-        return program, saves_by_hooks(), torch.is_inference_mode_enabled(), *map(state_of, held)
+        return use, saves_by_hooks(), torch.is_inference_mode_enabled(), *map(state_of, held)
 
     def _check(self, operation: BasicOperation, parameters: Iterable[Tensor]) -> None:
         for now, before in zip(parameters, self._values[operation], strict=True):

@@ -488,7 +488,7 @@ class Call:
         def make() -> Any:
             return operation.prepare_weights(self.context(index, self.updates))
 
-        return operation.weights_scope.prepared(operation, self.program, make)
+        return operation.weights_scope.prepared(operation, (self.program, self.updates is not None), make)
 
     def _check_writable(self, wiring: Wiring, name: str, x: Any) -> None:
         target = self.environment[name]

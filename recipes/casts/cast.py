@@ -33,6 +33,7 @@ from recipes.casts.layout import Copies, is_square, num_rows
 from recipes.casts.scale_rules import E8M0Scale, Float32Scale, GivenScale, reciprocal
 from recipes.tensors.formats import ALL, ColumnwiseLayout, Float8Format, ScaleRule, ScaleSpec
 from recipes.tensors.splits import Splits
+from recipes.triton.launch import replayed
 
 
 class Kernels(NamedTuple):
@@ -40,11 +41,17 @@ class Kernels(NamedTuple):
 
     cast: Callable[..., Copies]
     dequantize: Callable[..., Tensor]
+    cast_again: Callable[..., Copies]  # both, of tensors without groups of rows, repeated
+    dequantize_again: Callable[..., Tensor]
+
+    @classmethod
+    def of(cls, cast: Callable[..., Copies], dequantize: Callable[..., Tensor]) -> Kernels:
+        return cls(cast, dequantize, replayed(cast), replayed(dequantize))
 
 
-_PER_TENSOR = Kernels(cast_float8_on_triton, dequantize_float8_on_triton)
-_ROWWISE = Kernels(cast_float8_rowwise_on_triton, dequantize_float8_rowwise_on_triton)
-_BLOCKS = Kernels(cast_blocks_on_triton, dequantize_blocks_on_triton)
+_PER_TENSOR = Kernels.of(cast_float8_on_triton, dequantize_float8_on_triton)
+_ROWWISE = Kernels.of(cast_float8_rowwise_on_triton, dequantize_float8_rowwise_on_triton)
+_BLOCKS = Kernels.of(cast_blocks_on_triton, dequantize_blocks_on_triton)
 
 # Of float8 codes, by scale rule, block, columnwise layout and alignment.
 KERNELS: dict[tuple[type[ScaleRule], tuple[int, int], ColumnwiseLayout, int], Kernels] = {
@@ -87,7 +94,7 @@ def cast(
     """
     assert row_of is None or (splits is not None and not stacked), "rows are of groups"
     kernels = kernels_of(spec) if x.is_cuda else None
-    run = cast_ref if kernels is None else kernels.cast
+    run = cast_ref if kernels is None else kernels.cast if splits is not None else kernels.cast_again
     return run(
         x.detach(), spec, rowwise=rowwise, columnwise=columnwise, stacked=stacked, splits=splits, scale=scale,
         amax_out=amax_out, row_of=row_of,
@@ -136,7 +143,7 @@ def dequantize(
     Of formats with one scale for all: without that scale.
     """
     kernels = kernels_of(spec) if codes.is_cuda else None
-    run = dequantize_ref if kernels is None else kernels.dequantize
+    run = dequantize_ref if kernels is None else kernels.dequantize if splits is not None else kernels.dequantize_again
     return run(codes, scale, spec, dtype, columnwise=columnwise, shape=shape, splits=splits)
 
 
