@@ -135,8 +135,8 @@ class constant_weights:
 
     def prepared(self, operation: BasicOperation, use: Any, make: Callable[[], Any]) -> Any:
         """make(), which asks `copies` what a forward multiplies with; where nothing that these depend on has changed
-        since it was asked last, what it gave then. It is asked by what may be repeated, so within no `fuser.checkpoint`,
-        which would note the scales.
+        since it was asked last, what it gave then. For what may be repeated: within no `fuser.checkpoint`, which would
+        note the scales.
 
         use: what else `make` depends on, to be compared
         """
