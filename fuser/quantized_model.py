@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -148,6 +148,12 @@ def _why_not_tied(places: Sequence[Place], quantizers: Sequence[Quantizer | None
     return None
 
 
+def _groups_of(state: Any) -> Iterable[Any]:
+    """What FSDP2 gathers at a time: with torch 2.11 one group of parameters a module, or none."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return filter(None, (state._fsdp_param_group,)) if groups is None else groups
+
+
 def _check_can_be_exchanged(model: nn.Module, layers: Sequence[nn.Module]) -> None:
     """FSDP2 takes other parameters in place of those that it has sharded until it gathers them for the first time."""
     if not any(is_dtensor(parameter) for layer in layers for parameter in layer.parameters()):
@@ -159,7 +165,8 @@ def _check_can_be_exchanged(model: nn.Module, layers: Sequence[nn.Module]) -> No
             f"The weights of {type(model).__name__} are sharded by a module around it. Give to_quantized the model on "
             "which fully_shard was called, or call it before fully_shard."
         )
-    if any(group._reset_sharded_params for state in states for group in state._fsdp_param_groups):
+    groups = [group for state in states for group in _groups_of(state)]
+    if any(group._reset_sharded_params for group in groups):
         raise RuntimeError(
             "fully_shard has gathered these weights before, and would keep to them. Call to_quantized before the first "
             "forward of the sharded model, or before fully_shard."

@@ -8,7 +8,6 @@ Written for torchtitan's main branch from its pull request 4539 (September 2026)
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any
 
 import torch
@@ -84,10 +83,14 @@ class Experts(RoutedExperts):
         # Only parameters in float32 differ by it: those that FSDP2 gathers in bf16 are used as they are.
         with torch.autocast(rows_RD.device.type, torch.bfloat16):
             if torch.compiler.is_compiling():
-                y_RD = run_traced(self, partial(_traced_stages, self), _tensors_of(self), rows_RD.bfloat16(), extras)
+                y_RD = run_traced(self, self._traced_stages, _tensors_of(self), rows_RD.bfloat16(), extras)
             if y_RD is None:
                 y_RD = _run(self, rows_RD.bfloat16(), extras)
         return self.token_dispatcher.combine(y_RD.type_as(rows_RD), metadata, x_TD)
+
+    @is_constant
+    def _traced_stages(self, *seen: Any) -> tuple[Any, ...] | str:
+        return self.layer().traced_stages(*seen)
 
 
 @override(
@@ -155,11 +158,6 @@ def _why_not(cfg: Any) -> str | None:
         if field.name not in base | _CONFIGURED and getattr(cfg, field.name) is not None:
             return f"they have {field.name}={getattr(cfg, field.name)!r}, which would be left out."
     return None
-
-
-@is_constant
-def _traced_stages(module: Experts, *seen: Any) -> tuple[Any, ...] | str:
-    return module.layer().traced_stages(*seen)
 
 
 @not_traced(NOT_TRACED)

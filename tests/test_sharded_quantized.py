@@ -298,7 +298,7 @@ def exchange_states(rank: int, folder: str) -> None:
 def changed(layers: nn.Module) -> Any:
     with torch.no_grad():
         for parameter in layers.parameters():
-            parameter.copy_(parameter.flip(-1) * 1.7)
+            parameter.copy_(parameter.sin() * 1.7)
     return layers
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from functools import partial
 from typing import Any
 
@@ -65,7 +66,7 @@ def experts_forward(
     """
     extras, y = {"indices": top_k_index, "probs": top_k_weights}, None
     if torch.compiler.is_compiling():
-        stages_of = partial(_traced_stages, experts, recipe, as_constants(settings_of(experts)))
+        stages_of = partial(_traced_stages, id(experts), recipe, as_constants(settings_of(experts)))
         y = run_traced(experts, stages_of, tensors_of(experts), hidden_states, extras)
     if y is None:
         y = _run(experts, recipe, hidden_states, extras)
@@ -135,8 +136,10 @@ def experts_operations(experts: Any, tensors: tuple[Tensor, ...]) -> tuple[Basic
 
 @is_constant
 def _traced_stages(
-    experts: nn.Module, recipe: Recipe | None, settings: tuple[Any, ...], *seen: Any
+    identity: int, recipe: Recipe | None, settings: tuple[Any, ...], *seen: Any
 ) -> tuple[Any, ...] | str:
+    """identity: the id of the experts, which are alive: torch 2.11 hands no module on but as `self`"""
+    experts = ctypes.cast(identity, ctypes.py_object).value
     return experts_layer(experts, recipe).traced_stages(*seen)
 
 
