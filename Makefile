@@ -1,4 +1,4 @@
-# make setup | lint | test | test-rest | test-exhaustive | demo | bench
+# make setup | lint | test | test-rest | test-exhaustive | test-oldest-torch | demo | bench
 #
 # All of it runs in .venv, made from $(PYTHON), pyproject.toml and constraints.txt, and anew when one of these files changes.
 # An interpreter given by hand (make demo PYTHON=python3.12) whose torch has CUDA is used as it is, with nothing installed.
@@ -8,12 +8,14 @@ VENV := .venv
 # Releases of Triton besides that of constraints.txt: all that depends on Triton is tested with the second, a part with the third.
 SECOND_TRITON := 3.8.0
 THIRD_TRITON := 3.7.1
+# The oldest release of torch that is taken. Its wheel is the one for GPUs, with 5 GB of libraries.
+OLDEST_TORCH := 2.11.0
 
 ifneq ($(filter command environment,$(firstword $(origin PYTHON))),)
 CUDA := $(shell $(PYTHON) -c "import torch, triton, einops; print(torch.version.cuda or '')" 2>/dev/null)
 endif
 
-.PHONY: setup lint test test-rest test-exhaustive demo bench
+.PHONY: setup lint test test-rest test-exhaustive test-oldest-torch demo bench
 .DELETE_ON_ERROR:
 
 ifneq ($(CUDA),)
@@ -30,7 +32,7 @@ lint:
 test: lint
 	$(PY) -m pytest tests
 
-test-rest test-exhaustive:
+test-rest test-exhaustive test-oldest-torch:
 	@echo "$@: on a GPU \`make test\` runs every test."
 
 DEVICE := --device cuda
@@ -47,7 +49,7 @@ lint: setup
 	$(PY) -m mypy
 
 # Two cores: one test process for each, one thread a process. Benchmarks are measured by `make bench`, never here.
-test test-rest test-exhaustive: export OMP_NUM_THREADS := 1
+test test-rest test-exhaustive test-oldest-torch: export OMP_NUM_THREADS := 1
 PYTEST := -m pytest -n 2 --dist worksteal --benchmark-disable --timeout=600
 # Python with this release of Triton, and whether it is that one.
 with = PYTHONPATH="$(CURDIR)/$(VENV)/triton-$(1)" $(PY)
@@ -80,6 +82,12 @@ test-exhaustive: $(VENV)/triton-$(SECOND_TRITON)/.ready
 	$(call check,$(SECOND_TRITON))
 	$(call with,$(SECOND_TRITON)) $(PYTEST) -m "triton and (rest or exhaustive)" tests
 
+# Not in CI, for its size: what depends on torch, and of Triton what make test has.
+test-oldest-torch: $(VENV)/torch-$(OLDEST_TORCH)/.ready
+	@echo "test-oldest-torch: within an hour on 2 cores."
+	$(dir $<)bin/python $(PYTEST) -m "not (hf or exhaustive or gpu or (triton and rest))" --durations=10 tests
+	$(dir $<)bin/python -m pytest --benchmark-disable --timeout=600 -m "hf and not exhaustive" $$(grep -l mark.hf tests/*.py)
+
 endif
 
 demo: setup
@@ -94,6 +102,13 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PY) -m pip install --quiet -c constraints.txt setuptools
 	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[test,lint,plots,progress,hf]'
+	touch $@
+
+$(VENV)/torch-%/.ready: $(VENV)/.ready
+	$(PYTHON) -m venv --clear $(@D)
+	grep -v '^torch==' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet -c $(@D)/constraints.txt setuptools
+	$(@D)/bin/python -m pip install --quiet -c $(@D)/constraints.txt --no-build-isolation -e '.[test,plots,progress,hf]' torch==$*
 	touch $@
 
 # Another Triton has a folder of its own that stands before the first on the path; everything else is shared.

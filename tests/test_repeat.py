@@ -321,7 +321,7 @@ def test_changes_in_a_scope_are_seen(recipe, repeating, monkeypatch):
 
 
 def test_a_scope_serves_passes_of_all_kinds_in_turn(repeating, monkeypatch):
-    """What it gave the last pass is not taken for what another one needs, and nothing is prepared again for the same."""
+    """What one was given is not given to another that needs something else; for the same nothing is prepared again."""
     asked = []
     prepare = ops.Linear.prepare_weights
     monkeypatch.setattr(ops.Linear, "prepare_weights", lambda self, ctx: asked.append(ctx) or prepare(self, ctx))
