@@ -106,8 +106,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 $(VENV)/torch-%/.ready: $(VENV)/.ready
 	$(PYTHON) -m venv --clear $(@D)
-	grep -v '^torch==' constraints.txt > $(@D)/constraints.txt
-	$(@D)/bin/python -m pip install --quiet -c $(@D)/constraints.txt setuptools
+	grep -v '^torch==\|^setuptools==' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet 'setuptools>=77,<82'
 	$(@D)/bin/python -m pip install --quiet -c $(@D)/constraints.txt --no-build-isolation -e '.[test,plots,progress,hf]' torch==$*
 	touch $@
 
