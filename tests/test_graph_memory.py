@@ -72,7 +72,7 @@ class Compared(RerunRecorder):
 def recorder(monkeypatch):
     recorder = Compared()
     monkeypatch.setattr("fuser.graph.callables.make_recorder", lambda device, pool: recorder)
-    monkeypatch.setattr("ops.products.weights._is_capturing", lambda parameters: Compared.is_recording)
+    monkeypatch.setattr("ops.products.weights.is_capturing", lambda device: Compared.is_recording)
     return recorder
 
 

@@ -18,7 +18,7 @@ from tests.reference import assert_same_bits
 def ops_are_recorded(monkeypatch):
     for module in ("fuser.graph.callables", "fuser.graph.step"):
         monkeypatch.setattr(f"{module}.make_recorder", lambda device, pool: OpsRecorder())
-    monkeypatch.setattr("ops.products.weights._is_capturing", lambda parameters: OpsRecorder.is_recording)
+    monkeypatch.setattr("ops.products.weights.is_capturing", lambda device: OpsRecorder.is_recording)
 
 
 def steps(captured, recipe, switches, setup):
