@@ -104,9 +104,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[test,lint,plots,progress,hf]'
 	touch $@
 
+# torch 2.11 takes no setuptools from 82 on.
 $(VENV)/torch-%/.ready: $(VENV)/.ready
 	$(PYTHON) -m venv --clear $(@D)
-	grep -v '^torch==\|^setuptools==' constraints.txt > $(@D)/constraints.txt
+	grep -Ev '^(torch|setuptools)==' constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install --quiet 'setuptools>=77,<82'
 	$(@D)/bin/python -m pip install --quiet -c $(@D)/constraints.txt --no-build-isolation -e '.[test,plots,progress,hf]' torch==$*
 	touch $@

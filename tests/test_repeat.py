@@ -341,6 +341,22 @@ def test_a_scope_serves_passes_of_all_kinds_in_turn(repeating, monkeypatch):
         assert asked
 
 
+@pytest.mark.parametrize("recipe", ("fp8_current", "mxfp8"))
+def test_steps_of_fused_optimizers_end_a_scope_and_the_next_one_sees_other_writes(recipe, repeating):
+    models = dense(), dense()
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1, fused=True) for model in models]
+    for at in range(4):
+        with constant_weights(models[0]):
+            for microbatch in range(4):
+                assert_same(*(step(model, recipe, 10 * at + microbatch) for model in models))
+            for optimizer in optimizers:
+                optimizer.step()  # moves no version
+            assert_same(*(step(model, recipe, at) for model in models))
+        for model in models:
+            model[1].weight.data.mul_(1.5)
+    assert num_repeated() >= 4
+
+
 def test_amaxes_that_an_evaluation_did_not_record_are_recorded_by_training(repeating, monkeypatch):
     def run() -> list[list[Tensor]]:
         model = dense()

@@ -243,7 +243,8 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
 
     def prepare_weights(self, ctx: OperationContext) -> Any:
         """The quantized weights that `constant_weights` keeps, for a forward that may be repeated: `prepared_weights`
-        of its context. None if it quantizes none."""
+        of its context. None if it quantizes none. Asked if `quantized_roles` names weights, and again when these, the
+        program or inference mode have changed."""
         return None
 
     def destinations(self, ctx: OperationContext) -> Any:

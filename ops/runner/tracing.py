@@ -86,7 +86,7 @@ def see(
     id(module)  # so it is the same one: of another, what is compiled would run with this one's settings and states
     modules = tuple([(m.training, m.settings if hasattr(m, "fuser_forward") else 0) for m in module.modules()])
     given = tuple([(n, str(v.dtype) if isinstance(v, Tensor) else type(v).__name__) for n, v in extras.items()])
-    has_buffers = buffers is not None and len(buffers) > 0  # torch 2.11 does not trace bool of a dict
+    has_buffers = True if buffers else False  # noqa: SIM210  # torch 2.11 does not trace `bool` of a dict
     return (
         seen.recipe, seen.inside, modules, x.device.type, str(x.dtype), tuple(outputs), given, has_buffers, path,
         fusions,
