@@ -126,6 +126,8 @@ class Layout:
         self._close_run()
         made = dict.fromkeys(name for stage in self.stages for name in stage.makes)
         self.produced = tuple(name for name in made if name not in self._hidden)
+        only = self.stages[0].runner if len(self.stages) == 1 else None
+        self.pipeline = only if isinstance(only, Pipeline) else None  # where there is nothing else
         check_exports(sequential.exports, self.produced)
         self.consumed = self._check_names()
         self._check_features()
@@ -137,17 +139,27 @@ class Layout:
 
     def is_current(self, sequential: Container) -> bool:
         """Whether the modules, their hooks, and the operations' names and recipes are those of this layout."""
-        return (
-            not any(self._hooks)
-            and _contents(sequential) == self._own_contents
-            and all(o._names is names and o._recipe is recipe for o, names, recipe in self._settings)
-            and all(module._names is names for module, names in self._names)
-            and all(_contents(container) == contents for container, contents in self._contents)
-            and all(any(hooks) for hooks in self._hooked)
-            and all(("forward" in attributes) is patched for attributes, patched in self._patched)
-            and all(nested.layout() is layout for nested, layout in self._nested)
-            and all(_declared(module) == declared for module, declared in self._declared)
-        )
+        if any(self._hooks) or _contents(sequential) != self._own_contents:
+            return False
+        for operation, names, recipe in self._settings:  # loops, which take the host less than `all` of generators
+            if operation._names is not names or operation._recipe is not recipe:
+                return False
+        for attributes, patched in self._patched:
+            if ("forward" in attributes) is not patched:
+                return False
+        for module, names in self._names:
+            if module._names is not names:
+                return False
+        for container, contents in self._contents:
+            if _contents(container) != contents:
+                return False
+        for hooks in self._hooked:
+            if not any(hooks):
+                return False
+        for nested, layout in self._nested:
+            if nested.layout() is not layout:
+                return False
+        return all(_declared(module) == declared for module, declared in self._declared) if self._declared else True
 
     def check_extras(self, given: Mapping[str, Any], outputs: Sequence[str]) -> None:
         """Raise ValueError, listing what exists, if an extra input is missing or unknown, or if an output does not

@@ -17,6 +17,7 @@ from ops.products.main_grad import OperationWithWeights, backward_dw
 from ops.runner.callers_buffers import CallersBuffer, check_between_stages, place_of
 from ops.runner.callers_extras import at_border, refuse_unnamed
 from ops.runner.input import as_input, check_real
+from ops.runner.known_calls import call_again
 from ops.runner.nested_backward import note_forward
 from ops.runner.not_traced import not_traced
 from ops.runner.operation import BasicOperation, check_buffers
@@ -190,6 +191,12 @@ class Sequential(Container):
         x may be quantized: a QuantizedTensor or GroupedTensor, or a QuantizedHandle of one, which carries gradients.
         Its codes are used where the first operation that multiplies needs just these; `explain(x=...)` shows it.
         """
+        if not torch.compiler.is_compiling() and not (unnamed or outputs or buffers):
+            layout = self._layout
+            if layout is not None and layout.pipeline is not None and layout.is_current(self):
+                y = call_again(layout.pipeline, x, extras, self.training, fusions_version())
+                if y is not None:
+                    return y
         if unnamed:
             refuse_unnamed(unnamed, self.layout().consumed)
         if (

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from recipes.recipe import HighPrecision, Recipe, recipe_within
 _HIGH_PRECISION = HighPrecision()
 
 
+@lru_cache(maxsize=64)
 def key_of(recipe: Recipe) -> str:
     """A text that differs where recipes do; another hash of the same value would be a recipe of its own."""
     return f"{recipe.name} {hash(recipe):x}{_BATCH_INVARIANT if recipe.batch_invariant else ''}"

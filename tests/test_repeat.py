@@ -427,10 +427,10 @@ def test_what_a_subclass_replaces_is_not_repeated(repeating):
     assert not repeat.is_repeatable(ops.Dropout) and not repeat.is_repeatable(nn.Linear)
 
 
-def losses(client: str, recipe) -> tuple[list[float], int]:
+def losses(client: str, recipe, make=dense) -> tuple[list[float], int]:
     """Of a training with what users bring: the optimizer, the wrapper, or a write that no version counter sees; and how
     many steps are kept at its end."""
-    model = dense(torch.float32)
+    model = make(torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=client == "fused optimizer")
     generator = torch.Generator().manual_seed(3)
     x, wanted = (torch.randn(32, 64, generator=generator) for _ in range(2))

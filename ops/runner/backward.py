@@ -154,8 +154,15 @@ def _run(
             d_extras.setdefault(name, []).insert(0, gradient)
         if isinstance(dx, Tensor | GatheredRows) and dx.dtype != wiring.upstream_dtype:
             dx = dx.to(wiring.upstream_dtype)
-    x_needs_grad, parameters_need_grad, _ = program.request.needs
-    gradients = [
+    return apart(for_autograd(record, dx, d_parameters, d_extras), record)
+
+
+def for_autograd(
+    record: Record, dx: Any, d_parameters: Sequence[Tensor | None], d_extras: Mapping[str, list[Tensor]]
+) -> list[Tensor | None]:
+    """The gradients of x, of every parameter, and of the extra inputs, in this order, in the dtypes of these."""
+    x_needs_grad, parameters_need_grad, _ = record.program.request.needs
+    return [
         _at_border(dx, record) if x_needs_grad and dx is not None else None,
         *[
             None if d is None or not wanted else d if d.dtype == p.dtype else d.to(p.dtype)
@@ -163,14 +170,14 @@ def _run(
         ],
         *[_total(d_extras[name]) if name in d_extras else None for name in record.input_names],
     ]
-    return _apart(gradients, (None, *program.operation_of_slot, *record.input_names))
 
 
-def _apart(gradients: list[Tensor | None], owners: Sequence[Any]) -> list[Tensor | None]:
+def apart(gradients: list[Tensor | None], record: Record) -> list[Tensor | None]:
     """The same, with copies of those that lie in the memory of another owner's: autograd may keep each, and add to it.
 
     That one tensor is given twice autograd sees by itself. Gradients of one operation's parameters lie side by side.
     """
+    owners = (None, *record.program.operation_of_slot, *record.input_names)
     memories = [0 if gradient is None else memory_of(gradient) for gradient in gradients]
     if len({*memories} - {0}) == len(gradients) - memories.count(0):
         return gradients
@@ -232,7 +239,7 @@ def _run_step(step: _OperationBackward, updates: PendingUpdates | None, repeats:
     record, wiring = step.record, step.wiring
     if repeats and wiring.repeated is not None and wiring.repeated.alone:
         external = [index for index in wiring.step.indices if record.operations[index].wgrad_is_external]
-        if _may_repeat(record, wiring, external):
+        if may_repeat_step(record, wiring, external):
             return _repeat(step, wiring.repeated, updates, external)
     with reentered(record.entries) if repeats else _NOTHING:
         return _execute(step, [_context(step, index, updates) for index in wiring.step.indices])
@@ -320,7 +327,7 @@ def _repeat(
 _NOTHING = nullcontext()
 
 
-def _may_repeat(record: Record, wiring: Wiring, external: Sequence[int]) -> bool:
+def may_repeat_step(record: Record, wiring: Wiring, external: Sequence[int]) -> bool:
     """Whether the step may be repeated: so was its forward, the parameters are what that saw, and no gradient of one is
     left for later, or written twice."""
     operations = record.operations

@@ -150,15 +150,15 @@ def state_of(parameter: torch.Tensor) -> tuple[Any, ...]:
     frees the memory of the storage and gathers the weight into other memory, but it is the same storage. Of a weight
     that is held quantized those of its codes and scales.
     """
+    kind = type(parameter)
+    if kind is torch.nn.Parameter or kind is torch.Tensor:
+        version = 0 if parameter.is_inference() else parameter._version
+        return version, parameter.dtype, parameter.untyped_storage(), parameter.storage_offset(), parameter.stride()
     if isinstance(parameter, QuantizedHandle):
         tensors = [tensor for tensor in parameter.quantized.tensors() if tensor is not None]
         version = sum(0 if tensor.is_inference() else tensor._version for tensor in tensors)
         return version, parameter.dtype, tensors[0].untyped_storage()
-    version = 0 if parameter.is_inference() else parameter._version
-    if type(parameter) not in (torch.Tensor, torch.nn.Parameter):
-        return version, parameter.dtype, None
-    where = parameter.storage_offset(), parameter.stride()
-    return version, parameter.dtype, parameter.untyped_storage(), *where
+    return 0 if parameter.is_inference() else parameter._version, parameter.dtype, None
 
 
 def at_tensor(x: Any) -> torch.Tensor:

@@ -25,48 +25,28 @@ _wgrad_is_external = attrgetter("wgrad_is_external")
 
 
 class PipelineFunction(torch.autograd.Function):
-    """The pipeline as one autograd node. call: that of the pipeline (`ops.runner.run.Call`)"""
+    """The pipeline as one autograd node. call: that of the pipeline (`ops.runner.run.Call`), or a `RepeatedCall`"""
 
     @staticmethod
     def forward(fctx: Any, call: Any, x: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
         fctx.set_materialize_grads(False)
         program = call.program
-        y = call.at_border(call.forward(x))
-        written = call.written
-        # A buffer of the caller's must not get a history, nor one tensor object two: they get objects of their own.
-        if not _is_among(y, written.values()):
-            y = y.detach() if call.buffers else _as_output(y, x, call.environment.values())
-        outputs = [y]
-        returned = [name for name in call.wanted if isinstance(call.produced[name], Tensor)]
-        for name in returned:
-            value = call.produced.pop(name)
-            if not _is_among(value, written.values()) or _is_among(value, outputs):
-                value = _as_extra_output(value, x, outputs, detached=bool(call.buffers))
-            outputs.append(value)
-        if written:  # autograd needs them as outputs: whatever uses them from now on belongs to this node
-            fctx.mark_dirty(*written.values())
-            for name, value in written.items():
-                if not _is_among(value, outputs):
-                    returned.append(name)
-                    outputs.append(value)
-        if returned:
-            call.returned = returned
-            fctx.mark_non_differentiable(
-                *[t for n, t in zip(returned, outputs[1:], strict=True) if n not in program.differentiable]
-            )
-
+        known = call.known
+        outputs, returned = _run(fctx, call, x) if known is None else ([call.run(x)], ())
         parameters: Sequence[Tensor] = tensors[: program.num_parameters]
         states = [state_of(parameter) for parameter in parameters]
-        computed = sorted(program.computed)
+        computed = sorted(program.computed) if program.computed else ()
         fctx.save_for_backward(*call.kept, *[parameters[slot] for slot in computed])
         if computed:
             parameters, states = without(parameters, computed), without(states, computed)
+        operations = call.operations
         fctx.record = Record(
-            program, call.operations, call.labels, call.states, parameters, states,
+            program, operations, call.labels, call.states, parameters, states,
             tuple(call.input_names), tuple(returned), call.entries, call.first_forward,
             call.given_buffers,
         )  # fmt: skip
-        fctx.settings = [settings_of(operation) for operation in call.operations]
+        fctx.settings = [settings_of(operation) for operation in operations] if known is None else known.settings
+        fctx.known = known
         fctx.has_run = False
         fctx.recorded = set() if program.keeps_state else None
         return tuple(outputs)
@@ -74,6 +54,11 @@ class PipelineFunction(torch.autograd.Function):
     @staticmethod
     @not_traced("What has run eagerly forward does so backward, too. Compile the model to have both traced.")
     def backward(fctx: Any, dy: Tensor | None, *d_returned: Tensor | None) -> tuple[Any, ...]:
+        known = fctx.known
+        if known is not None:
+            found = known.backward.run(fctx, dy)
+            if found is not None:
+                return None, *found
         if torch.is_grad_enabled():
             raise RuntimeError(DOUBLE_BACKWARD)
         refuse_gradients((dy, *d_returned))
@@ -103,6 +88,39 @@ class PipelineFunction(torch.autograd.Function):
         return None, *gradients
 
 
+# What `PipelineFunction.apply` is without what serves torch.func.
+apply_in_eager_mode: Any = super(torch.autograd.Function, PipelineFunction).apply
+
+
+def _run(fctx: Any, call: Any, x: Tensor) -> tuple[list[Tensor], Sequence[str]]:
+    """What autograd gets of a call, y first, and the names of the others."""
+    program = call.program
+    y = call.at_border(call.forward(x))
+    written = call.written
+    # A buffer of the caller's must not get a history, nor one tensor object two: they get objects of their own.
+    if not _is_among(y, written.values()):
+        y = y.detach() if call.buffers else as_output(y, x, call.environment.values())
+    outputs = [y]
+    returned = [name for name in call.wanted if isinstance(call.produced[name], Tensor)]
+    for name in returned:
+        value = call.produced.pop(name)
+        if not _is_among(value, written.values()) or _is_among(value, outputs):
+            value = _as_extra_output(value, x, outputs, detached=bool(call.buffers))
+        outputs.append(value)
+    if written:  # autograd needs them as outputs: whatever uses them from now on belongs to this node
+        fctx.mark_dirty(*written.values())
+        for name, value in written.items():
+            if not _is_among(value, outputs):
+                returned.append(name)
+                outputs.append(value)
+    if returned:
+        call.returned = returned
+        fctx.mark_non_differentiable(
+            *[t for n, t in zip(returned, outputs[1:], strict=True) if n not in program.differentiable]
+        )
+    return outputs, returned
+
+
 def _check_settings(record: Record, of_forward: Sequence[Settings]) -> None:
     for index, (operation, settings) in enumerate(zip(record.operations, of_forward, strict=True)):
         try:
@@ -111,7 +129,7 @@ def _check_settings(record: Record, of_forward: Sequence[Settings]) -> None:
             raise_located(record.labels, index, operation, error)
 
 
-def _as_output(y: Tensor, x: Tensor, others: Iterable[Any]) -> Tensor:
+def as_output(y: Tensor, x: Tensor, others: Iterable[Any]) -> Tensor:
     """y as autograd needs it from a Function, so that a module behind may change it in place, or is refused to.
 
     Not a view, which could not be changed; but a view, if another tensor that the caller may hold shares its memory.

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ops.runner.callers_extras import at_border, check_extras, refuse_unnamed
 from ops.runner.context import IndexTensor, OperationContext
+from ops.runner.known_calls import call_again
 from ops.runner.lent_memory import LentMemory
 from ops.runner.named_extras import NamedExtras
 from ops.runner.not_traced import not_traced
@@ -333,6 +334,10 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         Raises TypeError for an x that is no tensor, sparse, of complex numbers, or of integers where the operation
         computes in floating point, and for extra inputs by position.
         """
+        if not torch.compiler.is_compiling() and not (unnamed or outputs or buffers):
+            again = call_again(self._pipeline(path), x, extras, self.training)
+            if again is not None:
+                return again
         if unnamed:
             refuse_unnamed(unnamed, self._pipeline(path).consumed)
         if torch.compiler.is_compiling() or is_transformed() or is_recorded():

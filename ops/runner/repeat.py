@@ -37,6 +37,7 @@ from recipes.recipe import Recipe, Role
 from recipes.stack import Stack
 from recipes.tensors.quantized_handle import QuantizedHandle
 from recipes.tensors.splits import Splits
+from recipes.triton.repeated import Repeated
 from recipes.triton.replay import Kept, how, is_eager
 from recipes.triton.tape import taping
 from recipes.triton.zeros import zeros_launch
@@ -192,6 +193,37 @@ class RepeatedStep:
             for splits, more in zip(divided, derived, strict=True):
                 splits.keep(more)
             self._add(updates, noted, operations)
+        return result
+
+    def known(
+        self,
+        operations: Sequence[Any],
+        names: Sequence[Any],
+        values: Sequence[Any],
+        updates: PendingUpdates | None,
+        tensors: Sequence[Tensor],
+    ) -> Repeated | None:
+        """What repeats it for these, if something does, and is given just these tensors."""
+        seen: list[Any] = []
+        found = self.kept.kept.get(self._key(operations, names, values, updates, seen, []))
+        return found if type(found) is Repeated and list(map(id, seen)) == list(map(id, tensors)) else None
+
+    def again(
+        self,
+        known: Repeated,
+        operations: Sequence[Any],
+        tensors: list[Any],
+        addresses: list[int],
+        stream: int,
+        updates: PendingUpdates | None,
+    ) -> Any:
+        """As `run`, by what `known` gave for values that lie as these."""
+        try:
+            result, noted, _ = known.again(tensors, addresses, stream)
+        except BaseException:
+            self._add(updates, self.noted, operations)
+            raise
+        self._add(updates, noted, operations)
         return result
 
     def _add(self, updates: PendingUpdates | None, noted: Iterable[Noted], operations: Sequence[Any]) -> None:

@@ -98,11 +98,13 @@ class Pipeline:
         self.path = path
         self.programs: dict[Any, Program] = {}
         self.first_forwards = first_forwards or FirstForwards()
+        self.known: dict[Any, Any] = {}  # of `ops.runner.known_calls`
+        self.goes_the_long_way: set[Any] = set()  # calls under these, see there
         self.traced: dict[Any, Any] = {}  # of `ops.runner.tracing`, by what they hold for
         self.recently_traced = Recent(MOST_PROGRAMS)
         self.traced_recipes: set[Recipe] = set()  # under which what was traced has run
         # The dictionaries that own the parameters are kept, not the parameters: replacing one is seen at once.
-        self._members = [(weakref.ref(o), o._parameters, o._modules, o._forward_pre_hooks) for o in self.operations]
+        self.members = [(weakref.ref(o), o._parameters, o._modules, o._forward_pre_hooks) for o in self.operations]
         self.produced = [operation.extra_name(n) for operation in self.operations for n in operation.extra_outputs]
         consumers = self._consumers()
         self.consumed = tuple(consumers)
@@ -171,7 +173,7 @@ class Pipeline:
     def parameters(self) -> Parameters:
         parameters: list[Any] = []
         names: tuple[Any, ...] = ()
-        for operation, own, children, hooks in self._members:
+        for operation, own, children, hooks in self.members:
             if children or hooks:  # some may be computed
                 owner: Any = operation()
                 found = held_parameters(owner)
@@ -292,7 +294,7 @@ _NO_WEIGHTS: Mapping[int, Any] = {}
 
 
 @contextmanager
-def step_of(call: Call, *, records: bool) -> Iterator[None]:
+def step_of(call: Any, *, records: bool) -> Iterator[None]:
     """Lets quantizers with a state record: for the end of the outermost autocast, or without one of this call."""
     if not records:
         around = current_updates()
@@ -313,7 +315,12 @@ def step_of(call: Call, *, records: bool) -> Iterator[None]:
 
 
 class Call:
-    """One call of a program: the values of the extra tensors while forward runs, the contexts it leaves behind."""
+    """One call of a program: the values of the extra tensors while forward runs, the contexts it leaves behind.
+
+    known: where `ops.runner.known_calls` makes it, what an earlier call has found
+    """
+
+    known = None
 
     def __init__(
         self,

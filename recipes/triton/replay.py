@@ -62,9 +62,9 @@ class Kept:
         """
         found = self.kept.get(key, _NEW)
         if type(found) is Repeated:
-            active = driver.active
-            if active.get_current_device() == found.device and not _hooked():
-                return found.again(tensors, addresses, active.get_current_stream(found.device))
+            stream = stream_for(found)
+            if stream is not None:
+                return found.again(tensors, addresses, stream)
         elif found is not False:
             taping.inside = True  # what it calls looks for no keys of its own
             try:
@@ -104,10 +104,27 @@ class Replays(Kept):
         return self.run(key, tensors, addresses, lambda: self.function(*args, **kwargs))
 
 
+def stream_for(found: Repeated) -> int | None:
+    """The stream to repeat it on; None if it has to run in full now: it was recorded on another GPU than the current
+    one, or a hook observes launches."""
+    active = driver.active
+    if active.get_current_device() != found.device or _hooked():
+        return None
+    stream: int = active.get_current_stream(found.device)
+    return stream
+
+
 def forget() -> None:
     """Drop all that was recorded, so that every function runs in full again."""
+    global _forgotten
+    _forgotten += 1
     for kept in _all:
         kept.kept.clear()
+
+
+def times_forgotten() -> int:
+    """How often `forget` was called: who holds what was recorded holds it until then."""
+    return _forgotten
 
 
 def is_eager() -> bool:
@@ -121,12 +138,13 @@ def is_eager() -> bool:
 
 
 _all: WeakSet[Kept] = WeakSet()
+_forgotten = 0
 _NEW = object()  # of a key that was not met yet
 
 
 def how(args: Iterable[Any], tensors: list[Any], addresses: list[int]) -> tuple[Any, ...]:
-    """How these lie; the tensors are appended to the empty list, each once, and their addresses. Raises TypeError for
-    one that is not plain."""
+    """How these lie; their tensors are appended, each once, and their addresses. Raises TypeError for one that is not
+    plain."""
     return _how(args, tensors, addresses, {})
 
 

@@ -1,0 +1,193 @@
+"""The backward of a call that was made again (`ops.runner.known_calls`), by one look-up: the host's short way.
+
+What `ops.runner.backward` finds follows from the forward, which knows the program and what is left of it, and from
+
+    the operations   training or not
+    what goes in     parameters, states, dy and what forward kept: how each lies
+
+The short way is for one step that is repeated, of settings and parameters that are those of forward, unchanged, and for
+a backward that frees its graph. Gradients that go to main_grad, or are left for later, and all that has to be refused,
+go the long way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
+from torch.autograd import forward_ad, profiler
+from torch.nn import Parameter
+
+from ops.runner.backward import Record, apart, for_autograd, may_repeat_step, raise_located
+from ops.runner.context import state_of
+from ops.runner.nested_backward import retains_graph
+from ops.runner.program import Program
+from recipes.cast_counts import is_counting
+from recipes.effects import recording
+from recipes.pending import PendingUpdates
+from recipes.triton.repeated import Repeated
+from recipes.triton.replay import how, stream_for, times_forgotten
+from recipes.triton.tape import taping
+
+MOST_BACKWARDS = 16  # of one call that is known: which gradients are wanted, and how dy lies
+
+
+def is_ordinary() -> bool:
+    """Whether nothing traces, transforms, records, counts or profiles what runs."""
+    return not (
+        taping.inside
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+        or profiler._is_profiler_enabled
+        or is_counting()
+        or recording() is not None
+    )
+
+
+class _KnownStep:
+    """What an earlier backward has found. apart: whether all gradients lie in memory of their own that it makes"""
+
+    __slots__ = ("apart", "repeated")
+
+    def __init__(self, repeated: Repeated) -> None:
+        self.repeated = repeated
+        self.apart = False
+
+
+class KnownBackward:
+    """The backwards of one `KnownCall`, by all that decides them.
+
+    How parameters lie follows from the forward if they are unchanged, but for where.
+    """
+
+    def __init__(self, program: Program, operations: Sequence[Any]) -> None:
+        wiring = program.backward[0]
+        self.step = wiring.repeated
+        self.is_short = (
+            len(program.backward) == 1
+            and wiring.needs_grad
+            and wiring.repeated is not None
+            and wiring.repeated.alone
+            and not wiring.repeated.reads_tf32
+            and not wiring.reuses_gradients
+            and wiring.lends_grad_input is None
+            and not any(operation.wgrad_is_external for operation in operations)
+        )
+        self.kept: dict[Any, _KnownStep] = {}
+
+    def run(self, fctx: Any, dy: Tensor | None) -> list[Tensor | None] | None:
+        """The gradients, as `run_backward` gives them; None: it has to go the long way, and nothing has changed."""
+        kind = type(dy)
+        if dy is None or (kind is not Tensor and kind is not Parameter) or not self.is_short or fctx.has_run:
+            return None
+        if not is_ordinary() or is_legacy_batchedtensor(dy) or retains_graph() or torch.is_grad_enabled():
+            return None
+        if torch.is_autocast_enabled("cuda"):
+            return None
+        record: Record = fctx.record
+        program, operations = record.program, record.operations
+        key: list[Any] = [times_forgotten()]
+        tensors: list[Any] = []
+        addresses: list[int] = []
+        slot = 0
+        for operation, seen in zip(operations, fctx.settings, strict=True):
+            if operation.settings != seen.assigned:
+                return None
+            for parameter in operation._parameters.values():
+                if parameter is None:
+                    continue
+                if parameter is not record.parameters[slot] or state_of(parameter) != record.parameter_states[slot]:
+                    return None
+                slot += 1
+                tensors.append(parameter)
+                addresses.append(parameter.data_ptr())  # FSDP2 may have gathered it into other memory
+                key.append(addresses[-1] % 16)
+            key.append(operation.training)
+            if operation._buffers:
+                key.append(how(operation._buffers.values(), tensors, addresses))
+        saved = fctx.saved_tensors
+        try:
+            key.append(how((dy, *saved), tensors, addresses))
+        except (TypeError, RuntimeError):  # one is not plain, sparse, or nested
+            return None
+        known = self.kept.get(tuple(key))
+        if known is None:
+            known = self._found(record, saved, dy, tensors)
+            if known is None:
+                return None
+            if len(self.kept) >= MOST_BACKWARDS:
+                self.kept.clear()
+            self.kept[tuple(key)] = known
+        stream = stream_for(known.repeated)
+        if stream is None:
+            return None
+        del saved
+        fctx.maybe_clear_saved_tensors()
+        fctx.has_run = True
+        if record.first_forward is not None:
+            record.first_forward.has_run = True
+        if not program.keeps_state:
+            return self._again(known, record, tensors, addresses, stream, None)
+        updates = PendingUpdates(record.entries[0].updates.group if record.entries else None)
+        try:
+            gradients = self._again(known, record, tensors, addresses, stream, updates)
+        except BaseException:
+            updates.discard()
+            raise
+        updates.apply(fctx.recorded)
+        return gradients
+
+    def _found(
+        self,
+        record: Record,
+        saved: Sequence[Tensor | None],
+        dy: Tensor,
+        tensors: Sequence[Tensor],
+    ) -> _KnownStep | None:
+        """What a backward has found that went the long way."""
+        if not may_repeat_step(record, record.program.backward[0], ()):
+            return None
+        names: tuple[Any, ...] = (*record.states, frozenset(), frozenset(), None)
+        updates = PendingUpdates() if record.program.keeps_state else None
+        assert self.step is not None
+        repeated = self.step.known(record.operations, names, (dy, tuple(saved), None), updates, tensors)
+        return None if repeated is None else _KnownStep(repeated)
+
+    def _again(
+        self,
+        known: _KnownStep,
+        record: Record,
+        tensors: list[Any],
+        addresses: list[int],
+        stream: int,
+        updates: PendingUpdates | None,
+    ) -> list[Tensor | None]:
+        wiring = record.program.backward[0]
+        assert self.step is not None
+        try:
+            found = self.step.again(known.repeated, record.operations, tensors, addresses, stream, updates)
+        except Exception as error:
+            raise_located(record.labels, wiring.step.indices[0], wiring.step.of(record.operations), error)
+        d_parameters: list[Tensor | None] = [None] * len(record.parameters)
+        for slot, gradient in zip(found.slots, found.of_parameters, strict=True):
+            d_parameters[slot] = gradient
+        d_extras: dict[str, list[Tensor]] = {}
+        for name, gradient in zip(found.names, found.of_extras, strict=True):
+            d_extras.setdefault(name, []).insert(0, gradient)
+        dx = found.dx
+        if isinstance(dx, Tensor) and dx.dtype != wiring.upstream_dtype:
+            dx = dx.to(wiring.upstream_dtype)
+        gradients = for_autograd(record, dx, d_parameters, d_extras)
+        if known.apart:
+            return gradients
+        made = [gradient for gradient in gradients if gradient is not None]
+        separate = apart(list(gradients), record)
+        new = all(gradient.data_ptr() not in addresses for gradient in made)
+        known.apart = new and all(a is b for a, b in zip(separate, gradients, strict=True))
+        return separate

@@ -1,0 +1,214 @@
+"""Calls that a pipeline has made before, made again by one look-up: the host's short way through forward.
+
+A call in full (`ops.runner.run`) checks what goes in, finds its program, and finds what its step did for inputs that
+lie like these (`ops.runner.repeat`). All of that follows from
+
+    the call         recipe, training or not, registered fusions, whether gradients are computed, torch.autocast
+    the operations   their settings, which count assignments; training or not; which parameters and states they have
+    what goes in     parameters, states, x and the extra inputs: how each lies, and whether it requires grad
+
+so a call for which these are equal to an earlier one's takes its program and its step from there. The short way is for
+one step on a GPU, of plain tensors, whose y alone is asked for. Everything else goes the long way, which has the
+sentences for what is refused: so does what traces, transforms, records, counts, profiles or computes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ops.runner.backward import raise_located
+from ops.runner.context import at_tensor
+from ops.runner.known_backward import KnownBackward, is_ordinary
+from ops.runner.node import apply_in_eager_mode, as_output
+from ops.runner.program import Program, Wiring
+from ops.runner.repeat import RepeatedStep
+from ops.runner.run import Pipeline, step_of
+from ops.runner.settings import Settings, settings_of
+from ops.runner.torch_autocast import without_autocast
+from recipes.first_forwards import ForwardWithGrad
+from recipes.pending import PendingUpdates
+from recipes.stack import Stack, open_entries, recipe_in_use
+from recipes.triton.repeated import Repeated
+from recipes.triton.replay import how, stream_for, times_forgotten
+
+MOST_CALLS = 128  # that a pipeline knows; one more, and it forgets them
+
+_requires_grad: Any = attrgetter("requires_grad")
+_NOTHING = nullcontext()
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+class KnownCall(NamedTuple):
+    """What an earlier call has found. step: its only one; repeated: what that does; settings: of each operation;
+    backward: what its backwards have found"""
+
+    program: Program
+    wiring: Wiring
+    step: RepeatedStep
+    repeated: Repeated
+    settings: Sequence[Settings]
+    backward: KnownBackward
+
+
+def call_again(
+    pipeline: Pipeline, x: Any, extras: Mapping[str, Any], training: bool, fusions_version: int = 0
+) -> Tensor | None:
+    """y of a call that was made before; None: make it the long way, `pipeline(x, extras, ...)`."""
+    kind = type(x)
+    if (kind is not Tensor and kind is not Parameter) or not is_on_gpu(x):
+        return None
+    recipe, with_grad = recipe_in_use(pipeline.recipe), torch.is_grad_enabled()
+    entries = open_entries()
+    autocasts = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    terms = recipe, with_grad, training, fusions_version, autocasts, x.dtype
+    if terms in pipeline.goes_the_long_way or not is_ordinary():
+        return None
+    if torch._C._current_graph_task_id() >= 0 or _top_hooks(True) is not None or len(extras) != len(pipeline.consumed):
+        return None
+    for entry in entries:
+        if entry.scales is not None or entry.keep_weights is not None:
+            return None
+    key: list[Any] = [terms, times_forgotten()]
+    operations: list[Any] = []
+    present: list[Tensor] = []
+    given: list[Any] = []
+    for reference, parameters, children, hooks in pipeline.members:
+        operation: Any = reference()
+        if children or hooks or operation._weights_scope is not None:
+            return None
+        operations.append(operation)
+        key += operation.settings, operation.training, len(parameters)
+        for parameter in parameters.values():
+            given.append(parameter)
+            if parameter is not None:
+                present.append(parameter)
+        given += operation._buffers.values()
+    extra: list[Any] = []
+    for name in pipeline.consumed:
+        value = extras.get(name)
+        kind = type(value)
+        if kind is not Tensor and kind is not Parameter:
+            return None
+        extra.append(value)
+    given.append(x)
+    given += extra
+    tensors: list[Any] = []
+    addresses: list[int] = []
+    try:
+        key.append(how(given, tensors, addresses))
+    except (TypeError, RuntimeError):  # one is not plain, sparse, or nested
+        return None
+    key += map(_requires_grad, tensors)
+    known = pipeline.known.get(tuple(key))
+    if known is None:
+        program = pipeline.program(x, extras, training, fusions_version)
+        if not _is_short(program, pipeline, operations):
+            if len(pipeline.goes_the_long_way) >= MOST_CALLS:
+                pipeline.goes_the_long_way.clear()
+            pipeline.goes_the_long_way.add(terms)
+            return None
+        known = _found(program, operations, (x, *extra), tensors)
+        if known is None:
+            return None
+        if len(pipeline.known) >= MOST_CALLS:
+            pipeline.known.clear()
+        pipeline.known[tuple(key)] = known
+    program = known.program
+    stream = stream_for(known.repeated)
+    if stream is None or program.wrapper.changed() is not None:
+        return None
+    call = RepeatedCall(known, operations, pipeline, entries, pipeline.first_forwards.began(training))
+    call.given = tensors, addresses, stream
+    if autocasts is None and not program.keeps_state:
+        return apply_in_eager_mode(call, x, *present, *extra)[0] if program.needs_grad else call.run(x)
+    with without_autocast(x.device), step_of(call, records=with_grad) if program.keeps_state else _NOTHING:
+        return apply_in_eager_mode(call, x, *present, *extra)[0] if program.needs_grad else call.run(x)
+
+
+def is_on_gpu(x: Tensor) -> bool:
+    """Whether steps that take it may be repeated."""
+    return x.is_cuda
+
+
+def _found(
+    program: Program, operations: Sequence[Any], values: Sequence[Any], tensors: Sequence[Tensor]
+) -> KnownCall | None:
+    """What a call with this program has found that went the long way, if it was one step that is repeated.
+
+    values: x and the extra inputs; tensors: all that goes in, as the step has to get them
+    """
+    wiring = program.forward[0]
+    step = wiring.repeated
+    assert step is not None
+    updates = PendingUpdates() if program.keeps_state and torch.is_grad_enabled() else None
+    repeated = step.known(operations, (), (*values, (), None), updates, tensors)
+    if repeated is None:
+        return None
+    settings = [settings_of(operation) for operation in operations]
+    return KnownCall(program, wiring, step, repeated, settings, KnownBackward(program, operations))
+
+
+def _is_short(program: Program, pipeline: Pipeline, operations: Sequence[Any]) -> bool:
+    """Whether a call is nothing but its first step, in tensors that are taken as they are."""
+    wiring = program.forward[0]
+    return (
+        len(program.forward) == 1
+        and wiring.repeated is not None
+        and wiring.repeated.alone
+        and not wiring.repeated.reads_tf32
+        and tuple([name for _, name, _ in wiring.inputs]) == pipeline.consumed
+        and wiring.dtype == program.input_dtype
+        and wiring.lends_output is None
+        and not program.computed
+        and not operations[-1].quantized_output
+        and all(operation.weights_scope is None for operation in operations)
+    )
+
+
+class RepeatedCall:
+    """A call that is made again. It has what `ops.runner.node` asks of a `Call`.
+
+    given: the tensors that its step gets, their addresses, and the stream
+    """
+
+    __slots__ = (
+        "entries", "first_forward", "given", "input_names", "kept", "known", "labels", "operations", "program",
+        "states", "updates",
+    )  # fmt: skip
+
+    given_buffers = ()
+
+    def __init__(
+        self,
+        known: KnownCall,
+        operations: Sequence[Any],
+        pipeline: Pipeline,
+        entries: Stack,
+        first_forward: ForwardWithGrad | None,
+    ) -> None:
+        self.known, self.program, self.operations = known, known.program, operations
+        self.labels, self.input_names = pipeline.labels, pipeline.consumed
+        self.entries, self.first_forward = entries, first_forward
+        self.given: tuple[list[Any], list[int], int]
+        self.updates: PendingUpdates | None = None
+
+    def run(self, x: Tensor) -> Tensor:
+        """y; what is left for backward goes to `states` and `kept`."""
+        known = self.known
+        try:
+            result = known.step.again(known.repeated, self.operations, *self.given, self.updates)
+        except Exception as error:
+            raise_located(self.labels, 0, known.wiring.step.of(self.operations), error)
+        self.states, self.kept = result.states, result.kept
+        y = at_tensor(result.y)
+        tensors, addresses, _ = self.given
+        if y._is_view() or y.data_ptr() in addresses:
+            return as_output(y, x, tensors) if self.program.needs_grad else y
+        return y

@@ -1,0 +1,445 @@
+"""Calls that are made again by one look-up give what they give in full, and see every change in between.
+
+On a CPU no call is but where tests ask for it (`short`), of operations that torch computes.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.profiler import ProfilerActivity, profile
+
+import ops.runner.backward
+import ops.runner.run
+from fuser import Sequential, autocast, constant_weights, ops
+from ops.runner import known_backward, known_calls, program, repeat
+from recipes.cast_counts import count_casts
+from recipes.triton import replay
+from tests.test_repeat import (  # noqa: F401  # a fixture is used by its name
+    RECIPES,
+    assert_same,
+    experts,
+    losses,
+    repeating,
+    states_of,
+    step,
+)
+
+
+def counted(monkeypatch) -> SimpleNamespace:
+    """How many calls and backwards go the short way."""
+    ways = SimpleNamespace(forward=0, backward=0)
+
+    def count(owner, name, what):
+        function = getattr(owner, name)
+
+        def counts(*args):
+            setattr(ways, what, getattr(ways, what) + 1)
+            return function(*args)
+
+        monkeypatch.setattr(owner, name, counts)
+
+    count(known_calls.RepeatedCall, "run", "forward")
+    count(known_backward.KnownBackward, "_again", "backward")
+    return ways
+
+
+@pytest.fixture
+def short(repeating, monkeypatch):  # noqa: F811
+    """Let calls on the CPU go the short way too. Yields how many did."""
+    monkeypatch.setattr(known_calls, "is_on_gpu", lambda x: True)
+
+    def repeated(self, step, covered, written):
+        if written or repeat.why_not_repeated(step.operation, covered, self.request.recipe):
+            return None
+        return repeat.RepeatedStep(step.indices, self.request.recipe, reads_tf32=False)
+
+    monkeypatch.setattr(program.Program, "_repeated", repeated)
+    return counted(monkeypatch)
+
+
+def linear(dtype=torch.bfloat16, **options) -> Sequential:
+    torch.manual_seed(1)
+    return Sequential(ops.Linear(64, 64, dtype=dtype, **options))
+
+
+def in_full(monkeypatch) -> None:
+    for module in (ops.runner.run, ops.runner.backward):
+        monkeypatch.setattr(module, "may_repeat", lambda device, entries: False)
+
+
+def check(make, recipe, short, monkeypatch, change=lambda model, at: None, steps=8, forwards=3, backwards=3, **options):
+    """Steps of a model, `change`d after each, are those of another in full; so many at least go the short way."""
+    model = make()
+    found = []
+    for at in range(steps):
+        found.append(step(model, recipe, at, **options) + states_of(model))
+        change(model, at)
+    assert short.forward >= forwards and short.backward >= backwards
+    in_full(monkeypatch)
+    before, model = (short.forward, short.backward), make()
+    for at in range(steps):
+        assert_same(found[at], step(model, recipe, at, **options) + states_of(model))
+        change(model, at)
+    assert before == (short.forward, short.backward)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_steps(recipe, short, monkeypatch):
+    # Stochastic rounding draws numbers on the CPU in a way that is not recorded.
+    few = {"forwards": 0, "backwards": 0} if recipe == "nvfp4" else {}
+    check(linear, recipe, short, monkeypatch, **few)
+
+
+def test_steps_of_an_operation_alone(short, monkeypatch):
+    operation, other = linear()[0], linear()[0]
+    x = torch.randn(8, 64, dtype=torch.bfloat16, requires_grad=True)
+    found = [torch.autograd.grad(operation(x).sum(), (x, operation.weight)) for _ in range(6)]
+    assert short.forward >= 3 and short.backward >= 3
+    in_full(monkeypatch)
+    for gradients in found:
+        assert_same(gradients, torch.autograd.grad(other(x).sum(), (x, other.weight)))
+
+
+def test_steps_without_gradients(short, monkeypatch):
+    check(linear, "fp8_delayed", short, monkeypatch, grad=False, backwards=0)
+
+
+def change_everything(model: Sequential, at: int) -> None:
+    """What users change between steps, one of them in each, with steps between that know the last change."""
+    if at % 4:
+        return
+    operation = model[0]
+    with torch.no_grad():
+        match at // 4:
+            case 1:
+                operation.weight.data.mul_(2)
+            case 2:
+                operation.weight.data = operation.weight.data.clone() + 1
+            case 3:
+                operation.weight = nn.Parameter(operation.weight.flip(0))
+            case 4:
+                operation.bias.requires_grad_(False)
+            case 5:
+                operation.weight.requires_grad_(False)
+            case 6:
+                model.eval()
+            case 7:
+                operation.weight.data = operation.weight.data.t()
+            case 8:
+                operation.bias = None
+            case 9:
+                model.append(ops.SwiGLU())
+            case 10:
+                del model[1]
+            case 11:
+                model.register_forward_hook(lambda model, args, y: y * 2)
+            case 12:
+                operation.register_forward_hook(lambda operation, args, y: y + 1)
+            case 13:
+                replay.forget()
+            case 14:
+                model.to(torch.float32)
+            case 15:
+                operation.set_recipe("mxfp8")
+
+
+@pytest.mark.parametrize("recipe", ("high_precision", "fp8_delayed", "mxfp8"))
+def test_changes_are_seen(recipe, short, monkeypatch):
+    check(linear, recipe, short, monkeypatch, change_everything, steps=66, forwards=20, backwards=20)
+
+
+class Halved(nn.Module):
+    def forward(self, weight):
+        return weight / 2
+
+
+def test_a_weight_that_is_computed_later_on_is_seen(short, monkeypatch):
+    def change(model, at):
+        if at == 3:
+            parametrize.register_parametrization(model[0], "weight", Halved())
+        if at == 5:
+            parametrize.remove_parametrizations(model[0], "weight")
+
+    check(linear, "high_precision", short, monkeypatch, change, steps=12, forwards=4, backwards=4)
+
+
+def test_what_goes_in_may_change(short, monkeypatch):
+    """Rows, strides, dtypes, whether x or dy lies apart, and which gradients are computed."""
+
+    def run(model) -> list[list[torch.Tensor]]:
+        found = []
+        for at in range(36):
+            torch.manual_seed(at)
+            x = torch.randn(2 * (1 + at // 18), 16, 128, dtype=torch.float32 if at % 7 == 6 else torch.bfloat16)
+            x = (x[..., ::2] if at % 3 == 1 else x[..., :64]).requires_grad_(at % 4 != 3)
+            with torch.set_grad_enabled(at % 5 != 4), torch.inference_mode(at % 11 == 10):
+                y = model(x)
+            dy = torch.randn(16, dtype=y.dtype)[:, None].expand(y.shape) if at % 2 else torch.randn_like(y)
+            found.append([y.detach()])
+            if y.requires_grad:
+                wanted = (x, model[0].weight) if x.requires_grad and at % 9 else (model[0].weight,)
+                found[-1] += torch.autograd.grad(y, wanted, dy)
+        return found
+
+    found = run(linear())
+    assert short.forward > 10 and short.backward > 3
+    in_full(monkeypatch)
+    for one, other in zip(found, run(linear()), strict=True):
+        assert_same(one, other)
+
+
+def known(short, recipe=None) -> tuple[Sequential, torch.Tensor]:
+    """A model whose calls go the short way, with the next y."""
+    model = linear(accumulate_into_main_grad=False)
+    for at in range(6):
+        step(model, recipe, at)
+    assert short.forward and short.backward
+    short.forward = short.backward = 0
+    with autocast(recipe=recipe):
+        y = model(torch.randn(96, 64, dtype=torch.bfloat16, requires_grad=True))
+    assert short.forward == 1
+    return model, y
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda operation: operation.weight.mul_(2), "changed in place"),
+        (lambda operation: setattr(operation.weight, "data", operation.weight.data.clone()), "got other data"),
+        (lambda operation: setattr(operation, "weight", nn.Parameter(torch.ones(64, 64))), "was replaced"),
+        (lambda operation: setattr(operation, "in_features", 32), "cannot be set"),
+    ],
+)
+def test_backward_refuses_what_changed_since_forward(change, sentence, short):
+    model, y = known(short)
+    with pytest.raises((RuntimeError, AttributeError), match=sentence):
+        with torch.no_grad():
+            change(model[0])
+        y.sum().backward()
+    assert not short.backward
+
+
+def test_gradients_that_go_to_main_grad_from_now_on_do(short):
+    model, y = known(short)
+    model[0].accumulate_into_main_grad = True
+    model[0].weight.main_grad = torch.zeros(64, 64)
+    y.sum().backward()
+    assert model[0].weight.main_grad.any() and not short.backward
+
+
+def test_a_graph_that_is_retained_has_the_same_gradients_again(short):
+    model, y = known(short, "fp8_delayed")
+    dy = torch.randn_like(y)
+    first, second, third = (
+        torch.autograd.grad(y, model[0].weight, dy, retain_graph=retain) for retain in (True, True, False)
+    )
+    assert_same(first, second)
+    assert_same(first, third)
+    with pytest.raises(RuntimeError, match="retain_graph=True"):
+        torch.autograd.grad(y, model[0].weight, dy)
+
+
+def test_a_second_backward_of_a_freed_graph_says_what_is_needed(short):
+    model, y = known(short)
+    dy = torch.randn_like(y)
+    torch.autograd.grad(y, model[0].weight, dy)
+    assert short.backward == 1
+    with pytest.raises(RuntimeError, match="retain_graph=True"):
+        torch.autograd.grad(y, model[0].weight, dy)
+
+
+def test_double_backward_is_refused(short):
+    model, y = known(short)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(y.sum(), model[0].weight, create_graph=True)
+
+
+def test_batches_of_gradients_are_refused(short):
+    model, y = known(short)
+    with pytest.raises(NotImplementedError, match="is_grads_batched"):
+        torch.autograd.grad(y, model[0].weight, torch.randn(3, *y.shape).to(y.dtype), is_grads_batched=True)
+
+
+@pytest.mark.parametrize("recipe", ("high_precision", "fp8_current", "mxfp8"))
+@pytest.mark.parametrize(
+    "client", ["fused optimizer", "checkpoint", "checkpoint, reentrant", "foreign write", "state dict"]
+)
+def test_what_users_bring_has_the_losses_of_steps_in_full(client, recipe, short, monkeypatch):
+    found, _ = losses(client, recipe, linear)
+    assert short.forward >= 3 or client == "checkpoint"
+    in_full(monkeypatch)
+    assert losses(client, recipe, linear) == (found, 0)
+    assert len(set(found)) == len(found)
+
+
+def test_what_looks_on_sees_a_call_in_full(short):
+    """Profiles, counted casts, hooks for saved tensors, scopes of constant weights."""
+    model, _ = known(short, "mxfp8")
+    short.forward = short.backward = 0
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        step(model, "mxfp8")
+    assert {event.key for event in profiled.key_averages()} >= {"fuser::linear", "fuser::linear_backward"}
+    with count_casts(model) as counts:
+        step(model, "mxfp8")
+    assert counts.counts["0.input"].elements == 96 * 64
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        step(model, "mxfp8")
+    assert packed
+    with constant_weights(model):
+        before = step(model, "mxfp8")
+        model[0].weight.data.mul_(3)  # which nobody sees
+        assert_same(step(model, "mxfp8")[:1], before[:1])
+    assert not short.forward and not short.backward
+    assert not torch.equal(step(model, "mxfp8")[0], before[0])
+    assert short.forward == 1
+
+
+def test_names_that_are_missing_or_unknown_are_refused(short):
+    model = Sequential(ops.ScaledSwiGLU())
+    x, scales = torch.randn(8, 32, requires_grad=True), torch.rand(8)
+    for _ in range(4):
+        model(x, scales=scales).sum().backward()
+    assert short.forward and short.backward
+    with pytest.raises(ValueError, match="scales"):
+        model(x)
+    with pytest.raises(ValueError, match="other"):
+        model(x, scales=scales, other=scales)
+    with pytest.raises(ValueError, match="other"):
+        model(x, other=scales)
+    with pytest.raises(TypeError, match="no tensor"):
+        model(x, scales=[1.0] * 8)
+    with pytest.raises(TypeError, match="layout"):
+        model(x.detach().to_sparse(), scales=scales)
+
+
+def test_a_call_that_fails_says_where_and_leaves_no_amax(short, monkeypatch):
+    """As when memory is short: what it recorded is forgotten with the step."""
+    model, other = linear(), linear()
+    for at in range(5):
+        step(model, "fp8_delayed", at), step(other, "fp8_delayed", at)
+
+    def fail(*args):
+        raise torch.OutOfMemoryError("no memory")
+
+    (known_call,) = model.layout().pipeline.known.values()
+    (key,) = model.layout().pipeline.known
+    model.layout().pipeline.known[key] = known_call._replace(repeated=known_call.repeated._replace(again=fail))
+    with pytest.raises(torch.OutOfMemoryError, match="no memory") as raised:
+        step(model, "fp8_delayed", 77)
+    assert raised.value.__notes__ == ["In operation 0 (Linear)."]
+    model.layout().pipeline.known[key] = known_call
+    assert_same(states_of(model), states_of(other))
+    for at in range(5, 8):
+        assert_same(step(model, "fp8_delayed", at), step(other, "fp8_delayed", at))
+
+
+def test_batch_invariance_is_part_of_what_decides(short):
+    model, _ = known(short)
+    keys = len(model.layout().pipeline.known)
+    for _ in range(3):
+        with autocast(batch_invariant=True):
+            model(torch.randn(96, 64, dtype=torch.bfloat16, requires_grad=True))
+    assert len(model.layout().pipeline.known) == keys + 1
+
+
+def test_no_more_calls_are_kept_than_said(short, monkeypatch):
+    monkeypatch.setattr(known_calls, "MOST_CALLS", 3)
+    model = linear()
+    for rows in range(1, 9):
+        for at in range(3):
+            step(model, None, at, rows=8 * rows)
+            assert len(model.layout().pipeline.known) <= 3
+    assert short.forward == 8
+
+
+# ------------------------------------------------------------------------------------------------------- on the GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("stacked", (True, False))
+def test_experts(recipe, stacked, monkeypatch):
+    short = counted(monkeypatch)
+    check(lambda: experts(stacked=stacked), recipe, short, monkeypatch)
+
+
+def change_experts(model: Sequential, at: int) -> None:
+    first, activation, last = model
+    with torch.no_grad():
+        match at:
+            case 4:
+                first.weight.data.mul_(2)
+            case 8:
+                last.weight.data = last.weight.data.clone() + 1
+            case 12:
+                last.weight = nn.Parameter(last.weight.flip(0))
+            case 16:
+                first.bias.requires_grad_(False)
+            case 20:
+                first.weight.requires_grad_(False)
+            case 24:
+                model.to(torch.float16)
+            case 28:
+                first.weight.data = first.weight.data.mT.contiguous().mT
+            case 32:
+                model[1] = ops.ScaledSwiGLU(interleave=32) if hasattr(activation, "interleave") else activation
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ("high_precision", "fp8_delayed", "fp8_current", "mxfp8"))
+def test_changed_experts(recipe, monkeypatch):
+    short = counted(monkeypatch)
+    check(experts, recipe, short, monkeypatch, change_experts, steps=36, forwards=10, backwards=10)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ("high_precision", "fp8_current"))
+def test_torch_autocast(recipe, monkeypatch):
+    """On and off in turn, backward within and outside of it."""
+    short = counted(monkeypatch)
+
+    def run(model):
+        found = []
+        for at in range(16):
+            torch.manual_seed(at)
+            x = torch.randn(64, 128, device="cuda", requires_grad=True)
+            given = {"split_sizes": torch.tensor([10, 0, 30, 20], device="cuda"), "scales": torch.rand(64).cuda()}
+            autocasts = torch.autocast("cuda", torch.bfloat16, enabled=at % 4 != 3)
+            with autocast(recipe=recipe), autocasts:
+                y = model(x, **given)
+                if at % 2:
+                    found.append([y, *torch.autograd.grad(y.float().sum(), (x, *model.parameters()))])
+            if not at % 2:
+                found.append([y, *torch.autograd.grad(y.float().sum(), (x, *model.parameters()))])
+        return found
+
+    found = run(experts(torch.bfloat16))
+    in_full(monkeypatch)
+    for one, other in zip(found, run(experts(torch.bfloat16)), strict=True):
+        assert_same(one, other)
+    assert short.forward >= 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", (True, False))
+def test_optimizers_whose_writes_move_no_version(fused, monkeypatch):
+    short = counted(monkeypatch)
+
+    def run() -> list:
+        model = experts()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+        found = []
+        for at in range(8):
+            found.append(step(model, "fp8_current", at))
+            optimizer.step()
+        return found
+
+    found = run()
+    assert short.forward >= 3 and short.backward >= 3
+    in_full(monkeypatch)
+    for one, other in zip(found, run(), strict=True):
+        assert_same(one, other)
