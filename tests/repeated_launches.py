@@ -2,7 +2,8 @@
 
 CPU tensors pass for those of a GPU; kernels are compiled for sm_90a, and what they would be launched with is kept in
 place of the launch. For each case it prints, as JSON: how many launches a step has, whether the repeated step launches
-the same kernels with the same arguments (addresses and TMA descriptors apart), and how many steps are repeated.
+the same kernels with the same arguments (addresses and TMA descriptors apart), how many steps are repeated, and how
+many calls and backwards are made again by one look-up.
 """
 
 import itertools
@@ -81,6 +82,15 @@ def plain(arg: Any) -> Any:
     return "address" if isinstance(arg, Tensor) else "descriptor"
 
 
+def short_ways(model: Sequential) -> tuple[int, int]:
+    """How many calls, and how many backwards, are known well enough to be made again by one look-up."""
+    pipeline = model.layout().pipeline
+    calls = [] if pipeline is None else [*pipeline.known.values()]
+    calls += [of_copies for call in calls for of_copies in call.of_copies.values()]
+    known = [call.backward for call in calls if call.repeated is not None]
+    return len(known), sum(len(backward.kept) for backward in known)
+
+
 def main() -> None:
     pretend()
     repeated._empty_on_gpu = torch._C._dynamo.guards._empty_strided_cpu
@@ -138,7 +148,7 @@ def main() -> None:
         steps = [kept for kept in replay._all if not isinstance(kept, replay.Replays)]
         count = sum(type(kept) is repeated.Repeated for step in steps for kept in step.kept.values())
         case = f"{recipe}, {kind}{', weights once' if once else ''}"
-        found[case] = len(launches[True]), launches[True] == launches[False], count
+        found[case] = len(launches[True]), launches[True] == launches[False], count, *short_ways(model)
     print(json.dumps(found))
 
 

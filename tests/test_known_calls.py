@@ -3,11 +3,14 @@
 On a CPU no call is but where tests ask for it (`short`), of operations that torch computes.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.profiler import ProfilerActivity, profile
 
@@ -21,6 +24,7 @@ from tests.test_repeat import (  # noqa: F401  # a fixture is used by its name
     RECIPES,
     assert_same,
     experts,
+    in_scopes,
     losses,
     repeating,
     states_of,
@@ -276,7 +280,7 @@ def test_what_users_bring_has_the_losses_of_steps_in_full(client, recipe, short,
 
 
 def test_what_looks_on_sees_a_call_in_full(short):
-    """Profiles, counted casts, hooks for saved tensors, scopes of constant weights."""
+    """Profiles, counted casts, hooks for saved tensors."""
     model, _ = known(short, "mxfp8")
     short.forward = short.backward = 0
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
@@ -289,13 +293,156 @@ def test_what_looks_on_sees_a_call_in_full(short):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
         step(model, "mxfp8")
     assert packed
-    with constant_weights(model):
-        before = step(model, "mxfp8")
-        model[0].weight.data.mul_(3)  # which nobody sees
-        assert_same(step(model, "mxfp8")[:1], before[:1])
     assert not short.forward and not short.backward
-    assert not torch.equal(step(model, "mxfp8")[0], before[0])
-    assert short.forward == 1
+    step(model, "mxfp8")
+    assert short.forward == short.backward == 1
+
+
+@pytest.mark.parametrize("recipe", ("high_precision", "fp8_delayed", "fp8_current", "mxfp8"))
+def test_constant_weights(recipe, short, monkeypatch):
+    """In scopes of three steps between which weights move."""
+    check(linear, recipe, short, monkeypatch, in_scopes(0.25), steps=19, forwards=6, backwards=6)
+
+
+def change_in_scope():
+    """A change that opens a scope before the fourth step, and changes weights inside of it in ways that are seen."""
+    scopes = []
+
+    def change(model: Sequential, at: int) -> None:
+        operation = model[0]
+        with torch.no_grad():
+            match at:
+                case 4:
+                    scopes[:] = [constant_weights(model)]
+                    scopes[0].__enter__()
+                case 8:
+                    operation.weight.mul_(2)
+                case 12:
+                    operation.weight.data = operation.weight.data.clone() + 1
+                case 16:
+                    operation.weight = nn.Parameter(operation.weight.flip(0))
+                case 20:
+                    operation.load_state_dict({name: -tensor for name, tensor in operation.state_dict().items()})
+                case 24:
+                    scopes.pop().end()
+
+    return change
+
+
+@pytest.mark.parametrize("recipe", ("fp8_delayed", "fp8_current", "mxfp8"))
+def test_changes_in_a_scope_are_seen(recipe, short, monkeypatch):
+    model = linear()
+    change = change_in_scope()
+    found = []
+    for at in range(28):
+        found.append(step(model, recipe, at) + states_of(model))
+        change(model, at)
+    assert short.forward >= 10 and short.backward >= 10
+    in_full(monkeypatch)
+    model, change = linear(), change_in_scope()
+    for at in range(28):
+        assert_same(found[at], step(model, recipe, at) + states_of(model))
+        change(model, at)
+
+
+def test_weights_are_quantized_once_a_scope(short):
+    model = linear()
+    with constant_weights(model):
+        for at in range(6):
+            step(model, "mxfp8", at)
+        before, short.forward = step(model, "mxfp8", 9), 0
+        model[0].weight.data.mul_(3)  # which nobody sees
+        assert_same(step(model, "mxfp8", 9)[:1], before[:1])
+        assert short.forward == 1
+    assert not torch.equal(step(model, "mxfp8", 9)[0], before[0])
+
+
+def test_a_graph_of_a_scope_that_has_ended_has_the_gradients_of_its_copies(short, monkeypatch):
+    def run(model):
+        found = []
+        for at in range(8):
+            torch.manual_seed(at)
+            x = torch.randn(96, 64, dtype=torch.bfloat16, requires_grad=True)
+            with autocast(recipe="fp8_current"):
+                if at % 2:
+                    with constant_weights(model):
+                        ys = [model(x) for _ in range(3)]
+                else:
+                    ys = [model(x)]
+            found.append([*ys, *(torch.autograd.grad(y, x, torch.ones_like(y))[0] for y in ys)])
+        return found
+
+    found = run(linear())
+    assert short.forward > 3 and short.backward > 3
+    in_full(monkeypatch)
+    for one, other in zip(found, run(linear()), strict=True):
+        assert_same(one, other)
+
+
+def test_tensors_that_stand_in_for_parameters(short, monkeypatch):
+    """Which lie as these do, and are computed: `torch.func.functional_call` in turn with calls of the model."""
+
+    def run(model):
+        found = []
+        for at in range(24):
+            torch.manual_seed(at)
+            x = torch.randn(96, 64, dtype=torch.bfloat16, requires_grad=True)
+            dy = torch.randn(96, 64).to(torch.bfloat16)
+            if at % 6 != 5:
+                found.append(torch.autograd.grad(model(x), (x, model[0].weight), dy))
+                continue
+            factor = torch.randn(64, 1, dtype=torch.bfloat16, requires_grad=True)
+            y = torch.func.functional_call(model, {"0.weight": model[0].weight.detach() * factor}, (x,))
+            found.append(torch.autograd.grad(y, (x, factor), dy))
+        return found
+
+    found = run(linear())
+    assert short.forward >= 4 and short.backward >= 4
+    in_full(monkeypatch)
+    for one, other in zip(found, run(linear()), strict=True):
+        assert_same(one, other)
+
+
+def test_within_distributed_data_parallel(short, monkeypatch):
+    """And without it in turn: the first call within each wrapper goes the long way, which checks what it reduces."""
+
+    def run() -> list:
+        model = linear()
+        wrapped = [DistributedDataParallel(model) for _ in range(2)]
+        found = []
+        for at in range(18):
+            torch.manual_seed(at)
+            x, dy = torch.randn(2, 96, 64).to(torch.bfloat16)
+            with autocast(recipe="fp8_delayed"):
+                y = (model, *wrapped)[at // 3 % 3](x)
+            model.zero_grad()
+            y.backward(dy)
+            found.append([y.detach(), model[0].weight.grad.clone(), *states_of(model)])
+        return found
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = run()
+        assert short.forward >= 8 and short.backward >= 8
+        in_full(monkeypatch)
+        for one, other in zip(found, run(), strict=True):
+            assert_same(one, other)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_threads_that_share_a_model(short, monkeypatch):
+    model = linear()
+    xs = torch.randn(2, 40, 96, 64).to(torch.bfloat16)
+    for x in xs[0, :4]:
+        model(x).sum().backward()
+    model[0].weight.grad = None
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda own: [model(x).detach() for x in own], xs))
+    assert short.forward > 70
+    in_full(monkeypatch)
+    for own, ys in zip(xs, found, strict=True):
+        assert_same(ys, [linear()(x).detach() for x in own])
 
 
 def test_names_that_are_missing_or_unknown_are_refused(short):
@@ -365,6 +512,13 @@ def test_no_more_calls_are_kept_than_said(short, monkeypatch):
 def test_experts(recipe, stacked, monkeypatch):
     short = counted(monkeypatch)
     check(lambda: experts(stacked=stacked), recipe, short, monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ("high_precision", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4"))
+def test_experts_in_scopes(recipe, monkeypatch):
+    short = counted(monkeypatch)
+    check(experts, recipe, short, monkeypatch, in_scopes(0.05), steps=13, forwards=3, backwards=3)
 
 
 def change_experts(model: Sequential, at: int) -> None:

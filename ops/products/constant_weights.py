@@ -140,16 +140,22 @@ class constant_weights:
 
         use: what else `make` depends on, to be compared
         """
-        kept = self._kept.get(operation)
-        asked = None if kept is None else self._asked(kept, operation, use)
-        if kept is not None and kept.given is not None and kept.given[0] == asked:
-            return kept.given[1]
+        given = self.given(operation, use)
+        if given is not None:
+            return given[0]
         copies = make()
         kept = self._kept.get(operation)
         if kept is not None:
             asked = self._asked(kept, operation, use)
             kept.given = None if asked is None else (asked, copies)
         return copies
+
+    def given(self, operation: BasicOperation, use: Any) -> tuple[Any] | None:
+        """What `prepared` gave for this use, if nothing that it depends on has changed since; else None."""
+        kept = self._kept.get(operation)
+        if kept is None or kept.given is None or kept.given[0] != self._asked(kept, operation, use):
+            return None
+        return (kept.given[1],)
 
     def _asked(self, kept: QuantizedWeights, operation: BasicOperation, use: Any) -> Any:
         """What copies for a forward depend on; None if they are compared, or made anew, at each use."""

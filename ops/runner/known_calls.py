@@ -4,7 +4,8 @@ A call in full (`ops.runner.run`) checks what goes in, finds its program, and fi
 lie like these (`ops.runner.repeat`). All of that follows from
 
     the call         recipe, training or not, registered fusions, whether gradients are computed, torch.autocast
-    the operations   their settings, which count assignments; training or not; which parameters and states they have
+    the operations   their settings, which count assignments; training or not; which parameters and states they have;
+                     whether they are in a scope of `constant_weights`, and how the copies lie that it keeps
     what goes in     parameters, states, x and the extra inputs: how each lies, and whether it requires grad
 
 so a call for which these are equal to an earlier one's takes its program and its step from there. The short way is for
@@ -27,7 +28,7 @@ from ops.runner.backward import raise_located
 from ops.runner.context import at_tensor
 from ops.runner.known_backward import KnownBackward, is_ordinary
 from ops.runner.node import apply_in_eager_mode, as_output
-from ops.runner.program import Program, Wiring
+from ops.runner.program import Program
 from ops.runner.repeat import RepeatedStep
 from ops.runner.run import Pipeline, step_of
 from ops.runner.settings import Settings, settings_of
@@ -46,15 +47,37 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class KnownCall(NamedTuple):
-    """What an earlier call has found. step: its only one; repeated: what that does; settings: of each operation;
-    backward: what its backwards have found"""
+    """What an earlier call has found.
+
+    step: its only one; settings: of each operation
+    quantized: the positions of operations whose weights are those that `constant_weights` keeps quantized; of_copies:
+        the calls that have found what these are, by how they lie
+    repeated: what the step does; backward: what backwards have found; None where `of_copies` has them
+    """
 
     program: Program
-    wiring: Wiring
     step: RepeatedStep
-    repeated: Repeated
     settings: Sequence[Settings]
-    backward: KnownBackward
+    quantized: tuple[int, ...]
+    of_copies: dict[Any, KnownCall]
+    repeated: Repeated | None = None
+    backward: KnownBackward | None = None
+
+
+class _Given(NamedTuple):
+    """What goes into a call, and what it is found by.
+
+    parameters, extras: those of autograd's inputs behind x; in_scope: the positions of operations in `constant_weights`
+    tensors, addresses: what the step gets
+    """
+
+    key: tuple[Any, ...]
+    operations: list[Any]
+    parameters: list[Tensor]
+    extras: list[Tensor]
+    in_scope: list[int]
+    tensors: list[Any]
+    addresses: list[int]
 
 
 def call_again(
@@ -65,31 +88,74 @@ def call_again(
     if (kind is not Tensor and kind is not Parameter) or not is_on_gpu(x):
         return None
     recipe, with_grad = recipe_in_use(pipeline.recipe), torch.is_grad_enabled()
-    entries = open_entries()
     autocasts = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
     terms = recipe, with_grad, training, fusions_version, autocasts, x.dtype
     if terms in pipeline.goes_the_long_way or not is_ordinary():
         return None
-    if torch._C._current_graph_task_id() >= 0 or _top_hooks(True) is not None or len(extras) != len(pipeline.consumed):
+    if torch._C._current_graph_task_id() >= 0 or _top_hooks(True) is not None:  # computed again, or packed
         return None
+    entries = open_entries()
     for entry in entries:
         if entry.scales is not None or entry.keep_weights is not None:
             return None
+    given = _given(pipeline, x, extras, terms)
+    if given is None:
+        return None
+    known = pipeline.known.get(given.key)
+    if known is None:
+        program = pipeline.program(x, extras, training, fusions_version)
+        if not _is_short(program, pipeline, given.operations):
+            if len(pipeline.goes_the_long_way) >= MOST_CALLS:
+                pipeline.goes_the_long_way.clear()
+            pipeline.goes_the_long_way.add(terms)
+            return None
+        known = _found(program, x, given)
+        if known is None:
+            return None
+        if len(pipeline.known) >= MOST_CALLS:
+            pipeline.known.clear()
+        pipeline.known[given.key] = known
+    if known.quantized:
+        known = _of_copies(known, x, given)
+        if known is None:
+            return None
+    assert known.repeated is not None
+    program, stream = known.program, stream_for(known.repeated)
+    if stream is None or program.wrapper.changed() is not None:
+        return None
+    first = pipeline.first_forwards.began(training)
+    call = RepeatedCall(known, given.operations, pipeline, entries, first)
+    call.given = given.tensors, given.addresses, stream
+    if autocasts is None and not program.keeps_state:
+        return call.within_autograd(x, given)
+    with without_autocast(x.device), step_of(call, records=with_grad) if program.keeps_state else _NOTHING:
+        return call.within_autograd(x, given)
+
+
+def _given(pipeline: Pipeline, x: Tensor, extras: Mapping[str, Any], terms: tuple[Any, ...]) -> _Given | None:
+    """None: something is no plain tensor, missing, unknown, or computed from other parameters."""
+    if len(extras) != len(pipeline.consumed):
+        return None
     key: list[Any] = [terms, times_forgotten()]
     operations: list[Any] = []
     present: list[Tensor] = []
-    given: list[Any] = []
+    in_scope: list[int] = []
+    lie: list[Any] = []
     for reference, parameters, children, hooks in pipeline.members:
         operation: Any = reference()
-        if children or hooks or operation._weights_scope is not None:
+        if children or hooks:
             return None
+        if operation._weights_scope is not None and operation.weights_scope is not None:
+            in_scope.append(len(operations))
         operations.append(operation)
         key += operation.settings, operation.training, len(parameters)
         for parameter in parameters.values():
-            given.append(parameter)
+            lie.append(parameter)
             if parameter is not None:
+                if type(parameter) is not Parameter:  # a tensor in its place is computed
+                    return None
                 present.append(parameter)
-        given += operation._buffers.values()
+        lie += operation._buffers.values()
     extra: list[Any] = []
     for name in pipeline.consumed:
         value = extras.get(name)
@@ -97,39 +163,17 @@ def call_again(
         if kind is not Tensor and kind is not Parameter:
             return None
         extra.append(value)
-    given.append(x)
-    given += extra
+    lie.append(x)
+    lie += extra
     tensors: list[Any] = []
     addresses: list[int] = []
     try:
-        key.append(how(given, tensors, addresses))
+        key.append(how(lie, tensors, addresses))
     except (TypeError, RuntimeError):  # one is not plain, sparse, or nested
         return None
     key += map(_requires_grad, tensors)
-    known = pipeline.known.get(tuple(key))
-    if known is None:
-        program = pipeline.program(x, extras, training, fusions_version)
-        if not _is_short(program, pipeline, operations):
-            if len(pipeline.goes_the_long_way) >= MOST_CALLS:
-                pipeline.goes_the_long_way.clear()
-            pipeline.goes_the_long_way.add(terms)
-            return None
-        known = _found(program, operations, (x, *extra), tensors)
-        if known is None:
-            return None
-        if len(pipeline.known) >= MOST_CALLS:
-            pipeline.known.clear()
-        pipeline.known[tuple(key)] = known
-    program = known.program
-    stream = stream_for(known.repeated)
-    if stream is None or program.wrapper.changed() is not None:
-        return None
-    call = RepeatedCall(known, operations, pipeline, entries, pipeline.first_forwards.began(training))
-    call.given = tensors, addresses, stream
-    if autocasts is None and not program.keeps_state:
-        return apply_in_eager_mode(call, x, *present, *extra)[0] if program.needs_grad else call.run(x)
-    with without_autocast(x.device), step_of(call, records=with_grad) if program.keeps_state else _NOTHING:
-        return apply_in_eager_mode(call, x, *present, *extra)[0] if program.needs_grad else call.run(x)
+    key += in_scope
+    return _Given(tuple(key), operations, present, extra, in_scope, tensors, addresses)
 
 
 def is_on_gpu(x: Tensor) -> bool:
@@ -137,22 +181,46 @@ def is_on_gpu(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def _found(
-    program: Program, operations: Sequence[Any], values: Sequence[Any], tensors: Sequence[Tensor]
-) -> KnownCall | None:
-    """What a call with this program has found that went the long way, if it was one step that is repeated.
-
-    values: x and the extra inputs; tensors: all that goes in, as the step has to get them
-    """
-    wiring = program.forward[0]
-    step = wiring.repeated
+def _found(program: Program, x: Tensor, given: _Given) -> KnownCall | None:
+    """What a call with this program has found that went the long way, if its step is repeated."""
+    step, operations = program.forward[0].repeated, given.operations
     assert step is not None
-    updates = PendingUpdates() if program.keeps_state and torch.is_grad_enabled() else None
-    repeated = step.known(operations, (), (*values, (), None), updates, tensors)
-    if repeated is None:
-        return None
-    settings = [settings_of(operation) for operation in operations]
-    return KnownCall(program, wiring, step, repeated, settings, KnownBackward(program, operations))
+    quantized = tuple([index for index in program.forward[0].quantizes if index in given.in_scope])
+    known = KnownCall(program, step, [settings_of(operation) for operation in operations], quantized, {})
+    if quantized:
+        return known
+    repeated = step.known(operations, (), (x, *given.extras, (), None), _updates(program), given.tensors)
+    return None if repeated is None else known._replace(repeated=repeated, backward=KnownBackward(program, operations))
+
+
+def _of_copies(known: KnownCall, x: Tensor, given: _Given) -> KnownCall | None:
+    """The same for the copies of weights that `constant_weights` keeps, which the step gets too. None: they are to be
+    made first."""
+    program, operations = known.program, given.operations
+    use = program, program.keeps_state and torch.is_grad_enabled()
+    copies: list[Any] = []
+    for index in known.quantized:
+        kept = operations[index].weights_scope.given(operations[index], use)
+        if kept is None:
+            return None
+        copies.append(kept[0] and kept[0].tensors())
+    key = how(copies, given.tensors, given.addresses)
+    found = known.of_copies.get(key)
+    if found is None:
+        values = (x, *given.extras, tuple(copies), None)
+        repeated = known.step.known(operations, known.quantized, values, _updates(program), given.tensors)
+        if repeated is None:
+            return None
+        if len(known.of_copies) >= MOST_CALLS:
+            known.of_copies.clear()
+        found = known._replace(repeated=repeated, backward=KnownBackward(program, operations))
+        known.of_copies[key] = found
+    return found
+
+
+def _updates(program: Program) -> PendingUpdates | None:
+    """Some, if a call records amaxes."""
+    return PendingUpdates() if program.keeps_state and torch.is_grad_enabled() else None
 
 
 def _is_short(program: Program, pipeline: Pipeline, operations: Sequence[Any]) -> bool:
@@ -168,7 +236,7 @@ def _is_short(program: Program, pipeline: Pipeline, operations: Sequence[Any]) -
         and wiring.lends_output is None
         and not program.computed
         and not operations[-1].quantized_output
-        and all(operation.weights_scope is None for operation in operations)
+        and all(operation.weights_scope is operation.opened_scope for operation in operations)
     )
 
 
@@ -199,13 +267,21 @@ class RepeatedCall:
         self.given: tuple[list[Any], list[int], int]
         self.updates: PendingUpdates | None = None
 
+    def within_autograd(self, x: Tensor, given: _Given) -> Tensor:
+        """y, of a node of autograd if anything needs a gradient."""
+        if not self.program.needs_grad:
+            return self.run(x)
+        y: Tensor = apply_in_eager_mode(self, x, *given.parameters, *given.extras)[0]
+        return y
+
     def run(self, x: Tensor) -> Tensor:
         """y; what is left for backward goes to `states` and `kept`."""
         known = self.known
         try:
+            assert known.repeated is not None
             result = known.step.again(known.repeated, self.operations, *self.given, self.updates)
         except Exception as error:
-            raise_located(self.labels, 0, known.wiring.step.of(self.operations), error)
+            raise_located(self.labels, 0, self.program.forward[0].step.of(self.operations), error)
         self.states, self.kept = result.states, result.kept
         y = at_tensor(result.y)
         tensors, addresses, _ = self.given
