@@ -3,6 +3,7 @@
 On a CPU no call is but where tests ask for it (`short`), of operations that torch computes.
 """
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -226,6 +227,15 @@ def test_backward_refuses_what_changed_since_forward(change, sentence, short):
     assert not short.backward
 
 
+def test_a_parameter_that_was_taken_away_or_added_unseen_is_noticed(short):
+    for change in (lambda held: held.pop("bias"), lambda held: held.update(other=nn.Parameter(torch.ones(2)))):
+        model, y = known(short)
+        change(model[0]._parameters)
+        with contextlib.suppress(RuntimeError, KeyError, AttributeError):
+            y.sum().backward()
+        assert not short.backward
+
+
 def test_gradients_that_go_to_main_grad_from_now_on_do(short):
     model, y = known(short)
     model[0].accumulate_into_main_grad = True
@@ -283,7 +293,7 @@ def test_what_looks_on_sees_a_call_in_full(short):
     """Profiles, counted casts, hooks for saved tensors."""
     model, _ = known(short, "mxfp8")
     short.forward = short.backward = 0
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
         step(model, "mxfp8")
     assert {event.key for event in profiled.key_averages()} >= {"fuser::linear", "fuser::linear_backward"}
     with count_casts(model) as counts:

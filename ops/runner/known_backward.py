@@ -91,7 +91,7 @@ class KnownBackward:
         if torch.is_autocast_enabled("cuda"):
             return None
         record: Record = fctx.record
-        program, operations = record.program, record.operations
+        program, operations, parameters = record.program, record.operations, record.parameters
         key: list[Any] = [times_forgotten()]
         tensors: list[Any] = []
         addresses: list[int] = []
@@ -102,7 +102,9 @@ class KnownBackward:
             for parameter in operation._parameters.values():
                 if parameter is None:
                     continue
-                if parameter is not record.parameters[slot] or state_of(parameter) != record.parameter_states[slot]:
+                if slot == len(parameters) or parameter is not parameters[slot]:
+                    return None
+                if state_of(parameter) != record.parameter_states[slot]:
                     return None
                 slot += 1
                 tensors.append(parameter)
@@ -111,6 +113,8 @@ class KnownBackward:
             key.append(operation.training)
             if operation._buffers:
                 key.append(how(operation._buffers.values(), tensors, addresses))
+        if slot < len(parameters):
+            return None
         saved = fctx.saved_tensors
         try:
             key.append(how((dy, *saved), tensors, addresses))
