@@ -191,7 +191,7 @@ class Sequential(Container):
         x may be quantized: a QuantizedTensor or GroupedTensor, or a QuantizedHandle of one, which carries gradients.
         Its codes are used where the first operation that multiplies needs just these; `explain(x=...)` shows it.
         """
-        if not torch.compiler.is_compiling() and not (unnamed or outputs or buffers):
+        if not torch.compiler.is_compiling() and not unnamed and outputs == () and buffers is None:
             layout = self._layout
             if layout is not None and layout.pipeline is not None and layout.is_current(self):
                 y = call_again(layout.pipeline, x, extras, self.training, fusions_version())

@@ -24,6 +24,7 @@ from recipes.triton import replay
 from tests.test_repeat import (  # noqa: F401  # a fixture is used by its name
     RECIPES,
     assert_same,
+    begin_step,
     experts,
     in_scopes,
     losses,
@@ -234,6 +235,53 @@ def test_a_parameter_that_was_taken_away_or_added_unseen_is_noticed(short):
         with contextlib.suppress(RuntimeError, KeyError, AttributeError):
             y.sum().backward()
         assert not short.backward
+
+
+def with_main_grad(flag: bool):
+    def make() -> Sequential:
+        model = linear(accumulate_into_main_grad=True)
+        weight = model[0].weight
+        weight.main_grad = torch.ones(64, 64)
+        if flag:
+            weight.overwrite_main_grad, weight.grad_added_to_main_grad = True, False
+        return model
+
+    return make
+
+
+@pytest.mark.parametrize("flag", [False, True])
+@pytest.mark.parametrize("recipe", ("high_precision", "fp8_delayed", "fp8_current"))
+def test_main_grad(flag, recipe, short, monkeypatch):
+    """Added and overwritten in turn, in a buffer that moves, is given anew, or missing once, which is said."""
+
+    def change(model, at):
+        weight = model[0].weight
+        if weight.requires_grad:
+            begin_step(model, at)
+        if at == 9:
+            weight.main_grad = torch.zeros(64, 64, dtype=torch.bfloat16)
+        if at == 12:
+            weight.requires_grad_(False)
+        if at == 15:
+            weight.requires_grad_(True)
+
+    check(with_main_grad(flag), recipe, short, monkeypatch, change, steps=21, forwards=8, backwards=6)
+
+
+def test_a_missing_main_grad_is_named_and_nothing_is_lost(short):
+    model = with_main_grad(False)()
+    for at in range(5):
+        step(model, None, at)
+    assert short.backward
+    weight, before = model[0].weight, short.backward
+    x = torch.randn(96, 64, dtype=torch.bfloat16, requires_grad=True)
+    y, dy = model(x), torch.randn(96, 64).to(torch.bfloat16)
+    kept = weight.main_grad
+    del weight.main_grad
+    with pytest.raises(RuntimeError, match="In operation 0 \\(Linear\\): .*main_grad"):
+        y.backward(dy)
+    assert short.backward == before
+    weight.main_grad = kept
 
 
 def test_gradients_that_go_to_main_grad_from_now_on_do(short):
@@ -586,6 +634,21 @@ def test_torch_autocast(recipe, monkeypatch):
     for one, other in zip(found, run(experts(torch.bfloat16)), strict=True):
         assert_same(one, other)
     assert short.forward >= 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ("high_precision", "fp8_delayed", "fp8_current"))
+def test_experts_with_main_grad(recipe, monkeypatch):
+    short = counted(monkeypatch)
+
+    def make() -> Sequential:
+        model = experts(accumulate_into_main_grad=True, bias=False)
+        for weight in model.parameters():
+            weight.main_grad = torch.ones(weight.shape, device="cuda")
+            weight.overwrite_main_grad, weight.grad_added_to_main_grad = True, False
+        return model
+
+    check(make, recipe, short, monkeypatch, begin_step, steps=10)
 
 
 @pytest.mark.gpu

@@ -144,7 +144,7 @@ def _run(
                 forwards = unflatten(record.states[at].saved, saved[ends[at] : ends[at + 1]])
                 writes_in = program.contexts[wiring.step.indices[0]]["dtype"]
                 lent = memory_for_grad_input(record.operations[at], forwards, dx, writes_in)
-            step = _OperationBackward(record, wiring, kept, dx, d_outputs, own, unwanted, lent)
+            step = OperationBackward(record, wiring, kept, dx, d_outputs, own, unwanted, lent)
             dx, slots, of_parameters, names, of_extras = _run_step(step, updates, repeats)
         except Exception as error:
             raise_located(record.labels, wiring.step.indices[0], wiring.step.of(record.operations), error)
@@ -206,7 +206,7 @@ def _at_border(dx: Any, record: Record) -> Tensor:
     return QuantizedHandle(with_dtype(dx, record.program.input_dtype))
 
 
-class _OperationBackward(NamedTuple):
+class OperationBackward(NamedTuple):
     """One step of the program, and what it needs.
 
     kept: the tensors that its operations saved; they are given up
@@ -235,17 +235,17 @@ class _Gradients(NamedTuple):
     of_extras: tuple[Tensor, ...]
 
 
-def _run_step(step: _OperationBackward, updates: PendingUpdates | None, repeats: bool) -> _Gradients:
+def _run_step(step: OperationBackward, updates: PendingUpdates | None, repeats: bool) -> _Gradients:
     record, wiring = step.record, step.wiring
     if repeats and wiring.repeated is not None and wiring.repeated.alone:
         external = [index for index in wiring.step.indices if record.operations[index].wgrad_is_external]
         if may_repeat_step(record, wiring, external):
             return _repeat(step, wiring.repeated, updates, external)
     with reentered(record.entries) if repeats else _NOTHING:
-        return _execute(step, [_context(step, index, updates) for index in wiring.step.indices])
+        return _execute(step, [context_of(step, index, updates) for index in wiring.step.indices])
 
 
-def _context(step: _OperationBackward, index: int, updates: Any) -> OperationContext:
+def context_of(step: OperationBackward, index: int, updates: Any) -> OperationContext:
     record = step.record
     context = OperationContext.__new__(OperationContext)
     context.__dict__ = {**record.program.contexts[index], **record.states[index].values}
@@ -262,7 +262,7 @@ def _context(step: _OperationBackward, index: int, updates: Any) -> OperationCon
     return context
 
 
-def _execute(step: _OperationBackward, contexts: list[OperationContext]) -> _Gradients:
+def _execute(step: OperationBackward, contexts: list[OperationContext]) -> _Gradients:
     record, planned, kept = step.record, step.wiring.step, step.kept
     for context in contexts:
         state = record.states[context.index]
@@ -300,16 +300,16 @@ def _check_grad_input(dx: Any, shape: tuple[int, ...] | None) -> None:
 
 
 def _repeat(
-    step: _OperationBackward, repeated: RepeatedStep, updates: PendingUpdates | None, external: Sequence[int]
+    step: OperationBackward, repeated: RepeatedStep, updates: PendingUpdates | None, external: Sequence[int]
 ) -> _Gradients:
     """As `_execute`, but repeated if it can be. external: the operations with main_grad, by their positions"""
     record, indices = step.record, step.wiring.step.indices
     operations = record.operations
-    contexts_of = {index: _context(step, index, updates) for index in external}
+    contexts_of = {index: context_of(step, index, updates) for index in external}
     destinations = {index: operations[index].destinations(context) for index, context in contexts_of.items()}
 
     def execute(noting: Any) -> _Gradients:
-        contexts = [_context(step, index, noting) for index in indices]
+        contexts = [context_of(step, index, noting) for index in indices]
         for index in destinations:
             contexts[index - indices[0]].destinations = destinations[index]
         with reentered(record.entries):
@@ -364,7 +364,7 @@ def _own(d_outputs: Mapping[str, Tensor], foreign: frozenset[int], others: Seque
     return frozenset(name for name, at in memory.items() if at not in foreign and seen.count(at) == 1)
 
 
-def _by_slot(step: _OperationBackward, d_params: Any) -> dict[int, Tensor]:
+def _by_slot(step: OperationBackward, d_params: Any) -> dict[int, Tensor]:
     found: dict[int, Tensor] = {}
     indices = step.wiring.step.indices
     if not isinstance(d_params, Sequence) or len(d_params) != len(indices):
@@ -386,7 +386,7 @@ def _by_slot(step: _OperationBackward, d_params: Any) -> dict[int, Tensor]:
     return found
 
 
-def _by_name(step: _OperationBackward, d_inputs: Any) -> tuple[tuple[str, ...], tuple[Tensor, ...]]:
+def _by_name(step: OperationBackward, d_inputs: Any) -> tuple[tuple[str, ...], tuple[Tensor, ...]]:
     names: list[str] = []
     gradients: list[Tensor] = []
     wiring, states = step.wiring, step.record.states

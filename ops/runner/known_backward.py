@@ -3,11 +3,10 @@
 What `ops.runner.backward` finds follows from the forward, which knows the program and what is left of it, and from
 
     the operations   training or not
-    what goes in     parameters, states, dy and what forward kept: how each lies
+    what goes in     parameters, states, dy, what forward kept, and main_grads: how each lies
 
 The short way is for one step that is repeated, of settings and parameters that are those of forward, unchanged, and for
-a backward that frees its graph. Gradients that go to main_grad, or are left for later, and all that has to be refused,
-go the long way.
+a backward that frees its graph. Gradients that are left for later, and all that has to be refused, go the long way.
 """
 
 from __future__ import annotations
@@ -21,9 +20,18 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad, profiler
 from torch.nn import Parameter
 
-from ops.runner.backward import Record, apart, for_autograd, may_repeat_step, raise_located
-from ops.runner.context import state_of
-from ops.runner.nested_backward import retains_graph
+from ops.runner.backward import (
+    OperationBackward,
+    Record,
+    X,
+    apart,
+    context_of,
+    for_autograd,
+    may_repeat_step,
+    raise_located,
+)
+from ops.runner.context import OperationContext, state_of
+from ops.runner.nested_backward import retains_graph, unreached
 from ops.runner.program import Program
 from recipes.cast_counts import is_counting
 from recipes.effects import recording
@@ -77,8 +85,10 @@ class KnownBackward:
             and not wiring.repeated.reads_tf32
             and not wiring.reuses_gradients
             and wiring.lends_grad_input is None
-            and not any(operation.wgrad_is_external for operation in operations)
+            and not any(operation.wgrad_is_external and operation.delay_wgrad_compute for operation in operations)
         )
+        # The positions of operations that add to main_grad themselves.
+        self.external = [index for index, operation in enumerate(operations) if operation.wgrad_is_external]
         self.kept: dict[Any, _KnownStep] = {}
 
     def run(self, fctx: Any, dy: Tensor | None) -> list[Tensor | None] | None:
@@ -115,14 +125,26 @@ class KnownBackward:
                 key.append(how(operation._buffers.values(), tensors, addresses))
         if slot < len(parameters):
             return None
+        unwanted: frozenset[int] = frozenset()
+        contexts: dict[int, OperationContext] = {}
+        into: tuple[Any, ...] = ()
+        if self.external:
+            unwanted = unreached(fctx.next_functions[: 1 + len(parameters)], first=X)
+            step = OperationBackward(record, program.backward[0], [], dy, {}, frozenset(), unwanted, None)
+            contexts = {index: context_of(step, index, None) for index in self.external}
+            try:
+                into = tuple([operations[index].destinations(context) for index, context in contexts.items()])
+            except Exception:  # the long way says what is missing, and where
+                return None
+        key.append(unwanted)
         saved = fctx.saved_tensors
         try:
-            key.append(how((dy, *saved), tensors, addresses))
+            key.append(how((dy, *saved, *into), tensors, addresses))
         except (TypeError, RuntimeError):  # one is not plain, sparse, or nested
             return None
         known = self.kept.get(tuple(key))
         if known is None:
-            known = self._found(record, saved, dy, tensors)
+            known = self._found(record, (dy, tuple(saved), *into, None), unwanted, tensors)
             if known is None:
                 return None
             if len(self.kept) >= MOST_BACKWARDS:
@@ -131,36 +153,36 @@ class KnownBackward:
         stream = stream_for(known.repeated)
         if stream is None:
             return None
-        del saved
+        del saved, into
         fctx.maybe_clear_saved_tensors()
         fctx.has_run = True
         if record.first_forward is not None:
             record.first_forward.has_run = True
-        if not program.keeps_state:
-            return self._again(known, record, tensors, addresses, stream, None)
-        updates = PendingUpdates(record.entries[0].updates.group if record.entries else None)
+        updates = None
+        if program.keeps_state:
+            updates = PendingUpdates(record.entries[0].updates.group if record.entries else None)
         try:
             gradients = self._again(known, record, tensors, addresses, stream, updates)
         except BaseException:
-            updates.discard()
+            if updates is not None:
+                updates.discard()
             raise
-        updates.apply(fctx.recorded)
+        for index, context in contexts.items():
+            operations[index].mark_written(context)
+        if updates is not None:
+            updates.apply(fctx.recorded)
         return gradients
 
     def _found(
-        self,
-        record: Record,
-        saved: Sequence[Tensor | None],
-        dy: Tensor,
-        tensors: Sequence[Tensor],
+        self, record: Record, values: Sequence[Any], unwanted: frozenset[int], tensors: Sequence[Tensor]
     ) -> _KnownStep | None:
-        """What a backward has found that went the long way."""
-        if not may_repeat_step(record, record.program.backward[0], ()):
+        """What a backward has found that went the long way. values: what goes in"""
+        if not may_repeat_step(record, record.program.backward[0], self.external):
             return None
-        names: tuple[Any, ...] = (*record.states, frozenset(), frozenset(), None)
+        names: tuple[Any, ...] = (*record.states, frozenset(), unwanted, None)
         updates = PendingUpdates() if record.program.keeps_state else None
         assert self.step is not None
-        repeated = self.step.known(record.operations, names, (dy, tuple(saved), None), updates, tensors)
+        repeated = self.step.known(record.operations, names, values, updates, tensors)
         return None if repeated is None else _KnownStep(repeated)
 
     def _again(

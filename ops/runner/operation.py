@@ -334,7 +334,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         Raises TypeError for an x that is no tensor, sparse, of complex numbers, or of integers where the operation
         computes in floating point, and for extra inputs by position.
         """
-        if not torch.compiler.is_compiling() and not (unnamed or outputs or buffers):
+        if not torch.compiler.is_compiling() and not unnamed and outputs == () and buffers is None:
             again = call_again(self._pipeline(path), x, extras, self.training)
             if again is not None:
                 return again
