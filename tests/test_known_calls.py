@@ -4,6 +4,8 @@ On a CPU no call is but where tests ask for it (`short`), of operations that tor
 """
 
 import contextlib
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -501,6 +503,29 @@ def test_two_threads_that_share_a_model(short, monkeypatch):
     in_full(monkeypatch)
     for own, ys in zip(xs, found, strict=True):
         assert_same(ys, [linear()(x).detach() for x in own])
+
+
+@pytest.mark.parametrize("recipe", ("high_precision", "fp8_delayed"))
+def test_nothing_is_kept_alive(recipe, short):
+    """Neither what went in, nor, without a collection, the model."""
+    model = linear()
+    for at in range(6):
+        step(model, recipe, at)
+    x = torch.randn(96, 64, dtype=torch.bfloat16, requires_grad=True)
+    with autocast(recipe=recipe):
+        y = model(x)
+    y.backward(torch.randn_like(y))
+    assert short.forward and short.backward
+    went_in = weakref.ref(x)
+    seen = [weakref.ref(thing) for thing in (model[0], model[0].weight, *model.buffers())]
+    del x, y
+    assert went_in() is None
+    gc.disable()
+    try:
+        del model
+        assert [thing() for thing in seen] == [None] * len(seen)
+    finally:
+        gc.enable()
 
 
 def test_names_that_are_missing_or_unknown_are_refused(short):
