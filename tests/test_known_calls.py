@@ -5,6 +5,7 @@ On a CPU no call is but where tests ask for it (`short`), of operations that tor
 
 import contextlib
 import gc
+import random
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 import ops.runner.backward
 import ops.runner.run
@@ -584,6 +586,133 @@ def test_no_more_calls_are_kept_than_said(short, monkeypatch):
             step(model, None, at, rows=8 * rows)
             assert len(model.layout().pipeline.known) <= 3
     assert short.forward == 8
+
+
+RANDOM_RECIPES = ("high_precision", "fp8_delayed", "fp8_current", "mxfp8", "fp8_block")
+
+
+class RandomClient:
+    """Changes a model of one linear layer between its calls, as numbers of a seed say; it may hold graphs of earlier
+    calls, and runs their backwards later."""
+
+    def __init__(self, seed: int) -> None:
+        self.random, self.seed = random.Random(seed), seed
+        torch.manual_seed(seed)
+        self.model = linear(accumulate_into_main_grad=seed % 3 == 0)
+        self.operation = self.model[0]
+        self.recipe, self.rows = self.random.choice(RANDOM_RECIPES), 32
+        self.scopes: list[constant_weights] = []
+        self.hooks: list = []
+        self.graphs: list[tuple] = []
+        self.found: list = []
+
+    def run(self, steps: int) -> list:
+        for at in range(steps):
+            weight = self.operation.weight
+            if not hasattr(weight, "main_grad"):
+                weight.main_grad = torch.zeros(64, 64)
+            if self.random.random() < 0.3:
+                with torch.no_grad():
+                    self.random.choice(self.changes())()
+            torch.manual_seed(1000 * self.seed + at)
+            self.forward()
+            if self.graphs and self.random.random() < 0.8:
+                self.backward(*self.graphs.pop(self.random.randrange(len(self.graphs))))
+            self.found += states_of(self.model)
+        for scope in self.scopes:
+            scope.end()
+        return self.found
+
+    def changes(self) -> list:
+        operation, model = self.operation, self.model
+
+        def scope():
+            if self.scopes:
+                self.scopes.pop().end()
+            else:
+                self.scopes.append(constant_weights(model))
+                self.scopes[0].__enter__()
+
+        def hook():
+            if self.hooks:
+                self.hooks.pop().remove()
+            else:
+                self.hooks.append(operation.register_forward_hook(lambda operation, args, y: y * 2))
+
+        return [
+            lambda: operation.weight.data.mul_(1.25),
+            lambda: operation.weight.mul_(1.125),
+            lambda: setattr(operation.weight, "data", operation.weight.data.clone()),
+            lambda: setattr(operation, "weight", nn.Parameter(operation.weight.flip(0).clone())),
+            lambda: operation.weight.requires_grad_(not operation.weight.requires_grad),
+            lambda: operation.bias.data.add_(0.5),
+            lambda: model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}),
+            lambda: setattr(operation, "accumulate_into_main_grad", not operation.accumulate_into_main_grad),
+            lambda: model.train(not model.training),
+            lambda: setattr(self, "recipe", self.random.choice(RANDOM_RECIPES)),
+            lambda: setattr(self, "rows", self.random.choice((16, 32, 48))),
+            replay.forget,
+            scope,
+            hook,
+        ]
+
+    def forward(self) -> None:
+        model, mode = self.model, self.random.random()
+        x = torch.randn(self.rows, 64).to(torch.bfloat16).requires_grad_(self.random.random() < 0.85)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(autocast(recipe=self.recipe))
+            if mode < 0.1:
+                stack.enter_context(torch.no_grad())
+            elif mode < 0.12:
+                stack.enter_context(torch.inference_mode())
+            elif mode < 0.15:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
+            if mode > 0.95 and x.requires_grad and self.recipe != "fp8_delayed":
+                y = checkpoint(model, x, use_reentrant=mode > 0.97)
+            elif mode > 0.93:
+                y = torch.func.functional_call(model, {"0.weight": self.operation.weight.detach() * 2}, (x,))
+            else:
+                y = model(x)
+        self.found.append(y.detach().clone())
+        if y.requires_grad:
+            self.graphs.append((x, y))
+
+    def backward(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        mode, dy = self.random.random(), torch.randn(y.shape).to(y.dtype)
+        leaves = (x, *self.model.parameters())
+        for leaf in leaves:
+            leaf.grad = None
+        if mode < 0.05:
+            with torch.no_grad():
+                self.operation.weight.mul_(1)
+        try:
+            if mode < 0.15:
+                y.backward(dy, retain_graph=True)
+            if mode < 0.25 and x.requires_grad:
+                self.found.append(torch.autograd.grad(y, x, dy)[0])
+            elif mode < 0.3:
+                y.backward(dy.t().contiguous().t())
+            elif mode < 0.35:
+                y.backward(dy[:1].expand(y.shape))
+            else:
+                y.backward(dy)
+        except RuntimeError as error:
+            self.found.append(str(error))
+        placeholders = {id(leaf) for leaf in leaves if hasattr(leaf, "grad_added_to_main_grad")}  # without values
+        self.found += [leaf.grad.clone() for leaf in leaves if leaf.grad is not None and id(leaf) not in placeholders]
+        self.found += [leaf.main_grad.clone() for leaf in leaves if hasattr(leaf, "main_grad")]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_clients(seed, short, monkeypatch):
+    found = RandomClient(seed).run(120)
+    assert short.forward > 15 and short.backward
+    in_full(monkeypatch)
+    for one, other in zip(found, RandomClient(seed).run(120), strict=True):
+        if isinstance(one, str) or isinstance(other, str):
+            assert one == other
+        else:
+            assert_same([one], [other])
 
 
 # ------------------------------------------------------------------------------------------------------- on the GPU
