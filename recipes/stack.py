@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -24,7 +23,6 @@ from recipes.recipe import HighPrecision, Recipe, recipe_within
 _HIGH_PRECISION = HighPrecision()
 
 
-@lru_cache(maxsize=64)
 def key_of(recipe: Recipe) -> str:
     """A text that differs where recipes do; another hash of the same value would be a recipe of its own."""
     return f"{recipe.name} {hash(recipe):x}{_BATCH_INVARIANT if recipe.batch_invariant else ''}"
@@ -235,6 +233,11 @@ def _reentered(entries: Stack, records: bool) -> Iterator[None]:
 def current_recipe() -> Recipe:
     """The recipe of the innermost open `autocast` of this thread; `HighPrecision()` if there is none."""
     return recipe_of(open_entries())
+
+
+def are_ordinary(entries: Stack) -> bool:
+    """Whether none of these is of a `fuser.checkpoint`, or has `keep_weights`."""
+    return all(entry.scales is None and entry.keep_weights is None for entry in entries)
 
 
 def recipe_of(entries: Stack) -> Recipe:

@@ -1,6 +1,6 @@
 """Calls that are made again by one look-up give what they give in full, and see every change in between.
 
-On a CPU no call is but where tests ask for it (`short`), of operations that torch computes.
+On a CPU no call is but where tests ask for it (`made_again`), of operations that torch computes.
 """
 
 import contextlib
@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.profiler import ProfilerActivity, profile
@@ -39,7 +41,7 @@ from tests.test_repeat import (  # noqa: F401  # a fixture is used by its name
 
 
 def counted(monkeypatch) -> SimpleNamespace:
-    """How many calls and backwards go the short way."""
+    """How many calls and backwards are made again by one look-up."""
     ways = SimpleNamespace(forward=0, backward=0)
 
     def count(owner, name, what):
@@ -57,8 +59,8 @@ def counted(monkeypatch) -> SimpleNamespace:
 
 
 @pytest.fixture
-def short(repeating, monkeypatch):  # noqa: F811
-    """Let calls on the CPU go the short way too. Yields how many did."""
+def made_again(repeating, monkeypatch):  # noqa: F811
+    """Let calls on the CPU are made again too. Yields how many did."""
     monkeypatch.setattr(known_calls, "is_on_gpu", lambda x: True)
 
     def repeated(self, step, covered, written):
@@ -80,41 +82,43 @@ def in_full(monkeypatch) -> None:
         monkeypatch.setattr(module, "may_repeat", lambda device, entries: False)
 
 
-def check(make, recipe, short, monkeypatch, change=lambda model, at: None, steps=8, forwards=3, backwards=3, **options):
-    """Steps of a model, `change`d after each, are those of another in full; so many at least go the short way."""
+def check(
+    make, recipe, made_again, monkeypatch, change=lambda model, at: None, steps=8, forwards=3, backwards=3, **options
+):
+    """Steps of a model, `change`d after each, are those of another in full; so many at least are made again."""
     model = make()
     found = []
     for at in range(steps):
         found.append(step(model, recipe, at, **options) + states_of(model))
         change(model, at)
-    assert short.forward >= forwards and short.backward >= backwards
+    assert made_again.forward >= forwards and made_again.backward >= backwards
     in_full(monkeypatch)
-    before, model = (short.forward, short.backward), make()
+    before, model = (made_again.forward, made_again.backward), make()
     for at in range(steps):
         assert_same(found[at], step(model, recipe, at, **options) + states_of(model))
         change(model, at)
-    assert before == (short.forward, short.backward)
+    assert before == (made_again.forward, made_again.backward)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_steps(recipe, short, monkeypatch):
+def test_steps(recipe, made_again, monkeypatch):
     # Stochastic rounding draws numbers on the CPU in a way that is not recorded.
     few = {"forwards": 0, "backwards": 0} if recipe == "nvfp4" else {}
-    check(linear, recipe, short, monkeypatch, **few)
+    check(linear, recipe, made_again, monkeypatch, **few)
 
 
-def test_steps_of_an_operation_alone(short, monkeypatch):
+def test_steps_of_an_operation_alone(made_again, monkeypatch):
     operation, other = linear()[0], linear()[0]
     x = torch.randn(8, 64, dtype=torch.bfloat16, requires_grad=True)
     found = [torch.autograd.grad(operation(x).sum(), (x, operation.weight)) for _ in range(6)]
-    assert short.forward >= 3 and short.backward >= 3
+    assert made_again.forward >= 3 and made_again.backward >= 3
     in_full(monkeypatch)
     for gradients in found:
         assert_same(gradients, torch.autograd.grad(other(x).sum(), (x, other.weight)))
 
 
-def test_steps_without_gradients(short, monkeypatch):
-    check(linear, "fp8_delayed", short, monkeypatch, grad=False, backwards=0)
+def test_steps_without_gradients(made_again, monkeypatch):
+    check(linear, "fp8_delayed", made_again, monkeypatch, grad=False, backwards=0)
 
 
 def change_everything(model: Sequential, at: int) -> None:
@@ -157,8 +161,8 @@ def change_everything(model: Sequential, at: int) -> None:
 
 
 @pytest.mark.parametrize("recipe", ("high_precision", "fp8_delayed", "mxfp8"))
-def test_changes_are_seen(recipe, short, monkeypatch):
-    check(linear, recipe, short, monkeypatch, change_everything, steps=66, forwards=20, backwards=20)
+def test_changes_are_seen(recipe, made_again, monkeypatch):
+    check(linear, recipe, made_again, monkeypatch, change_everything, steps=66, forwards=20, backwards=20)
 
 
 class Halved(nn.Module):
@@ -166,17 +170,17 @@ class Halved(nn.Module):
         return weight / 2
 
 
-def test_a_weight_that_is_computed_later_on_is_seen(short, monkeypatch):
+def test_a_weight_that_is_computed_later_on_is_seen(made_again, monkeypatch):
     def change(model, at):
         if at == 3:
             parametrize.register_parametrization(model[0], "weight", Halved())
         if at == 5:
             parametrize.remove_parametrizations(model[0], "weight")
 
-    check(linear, "high_precision", short, monkeypatch, change, steps=12, forwards=4, backwards=4)
+    check(linear, "high_precision", made_again, monkeypatch, change, steps=12, forwards=4, backwards=4)
 
 
-def test_what_goes_in_may_change(short, monkeypatch):
+def test_what_goes_in_may_change(made_again, monkeypatch):
     """Rows, strides, dtypes, whether x or dy lies apart, and which gradients are computed."""
 
     def run(model) -> list[list[torch.Tensor]]:
@@ -195,22 +199,22 @@ def test_what_goes_in_may_change(short, monkeypatch):
         return found
 
     found = run(linear())
-    assert short.forward > 10 and short.backward > 3
+    assert made_again.forward > 10 and made_again.backward > 3
     in_full(monkeypatch)
     for one, other in zip(found, run(linear()), strict=True):
         assert_same(one, other)
 
 
-def known(short, recipe=None) -> tuple[Sequential, torch.Tensor]:
-    """A model whose calls go the short way, with the next y."""
+def known(made_again, recipe=None) -> tuple[Sequential, torch.Tensor]:
+    """A model whose calls are made again, with the next y."""
     model = linear(accumulate_into_main_grad=False)
     for at in range(6):
         step(model, recipe, at)
-    assert short.forward and short.backward
-    short.forward = short.backward = 0
+    assert made_again.forward and made_again.backward
+    made_again.forward = made_again.backward = 0
     with autocast(recipe=recipe):
         y = model(torch.randn(96, 64, dtype=torch.bfloat16, requires_grad=True))
-    assert short.forward == 1
+    assert made_again.forward == 1
     return model, y
 
 
@@ -223,22 +227,22 @@ def known(short, recipe=None) -> tuple[Sequential, torch.Tensor]:
         (lambda operation: setattr(operation, "in_features", 32), "cannot be set"),
     ],
 )
-def test_backward_refuses_what_changed_since_forward(change, sentence, short):
-    model, y = known(short)
+def test_backward_refuses_what_changed_since_forward(change, sentence, made_again):
+    model, y = known(made_again)
     with pytest.raises((RuntimeError, AttributeError), match=sentence):
         with torch.no_grad():
             change(model[0])
-        y.sum().backward()
-    assert not short.backward
+        y.backward(torch.randn_like(y))
+    assert not made_again.backward
 
 
-def test_a_parameter_that_was_taken_away_or_added_unseen_is_noticed(short):
+def test_a_parameter_that_was_taken_away_or_added_unseen_is_noticed(made_again):
     for change in (lambda held: held.pop("bias"), lambda held: held.update(other=nn.Parameter(torch.ones(2)))):
-        model, y = known(short)
+        model, y = known(made_again)
         change(model[0]._parameters)
         with contextlib.suppress(RuntimeError, KeyError, AttributeError):
-            y.sum().backward()
-        assert not short.backward
+            y.backward(torch.randn_like(y))
+        assert not made_again.backward
 
 
 def with_main_grad(flag: bool):
@@ -255,7 +259,7 @@ def with_main_grad(flag: bool):
 
 @pytest.mark.parametrize("flag", [False, True])
 @pytest.mark.parametrize("recipe", ("high_precision", "fp8_delayed", "fp8_current"))
-def test_main_grad(flag, recipe, short, monkeypatch):
+def test_main_grad(flag, recipe, made_again, monkeypatch):
     """Added and overwritten in turn, in a buffer that moves, is given anew, or missing once, which is said."""
 
     def change(model, at):
@@ -269,35 +273,35 @@ def test_main_grad(flag, recipe, short, monkeypatch):
         if at == 15:
             weight.requires_grad_(True)
 
-    check(with_main_grad(flag), recipe, short, monkeypatch, change, steps=21, forwards=8, backwards=6)
+    check(with_main_grad(flag), recipe, made_again, monkeypatch, change, steps=21, forwards=8, backwards=6)
 
 
-def test_a_missing_main_grad_is_named_and_nothing_is_lost(short):
+def test_a_missing_main_grad_is_named_and_nothing_is_lost(made_again):
     model = with_main_grad(False)()
     for at in range(5):
         step(model, None, at)
-    assert short.backward
-    weight, before = model[0].weight, short.backward
+    assert made_again.backward
+    weight, before = model[0].weight, made_again.backward
     x = torch.randn(96, 64, dtype=torch.bfloat16, requires_grad=True)
     y, dy = model(x), torch.randn(96, 64).to(torch.bfloat16)
     kept = weight.main_grad
     del weight.main_grad
     with pytest.raises(RuntimeError, match="In operation 0 \\(Linear\\): .*main_grad"):
         y.backward(dy)
-    assert short.backward == before
+    assert made_again.backward == before
     weight.main_grad = kept
 
 
-def test_gradients_that_go_to_main_grad_from_now_on_do(short):
-    model, y = known(short)
+def test_gradients_that_go_to_main_grad_from_now_on_do(made_again):
+    model, y = known(made_again)
     model[0].accumulate_into_main_grad = True
     model[0].weight.main_grad = torch.zeros(64, 64)
-    y.sum().backward()
-    assert model[0].weight.main_grad.any() and not short.backward
+    y.backward(torch.randn_like(y))
+    assert model[0].weight.main_grad.any() and not made_again.backward
 
 
-def test_a_graph_that_is_retained_has_the_same_gradients_again(short):
-    model, y = known(short, "fp8_delayed")
+def test_a_graph_that_is_retained_has_the_same_gradients_again(made_again):
+    model, y = known(made_again, "fp8_delayed")
     dy = torch.randn_like(y)
     first, second, third = (
         torch.autograd.grad(y, model[0].weight, dy, retain_graph=retain) for retain in (True, True, False)
@@ -308,23 +312,23 @@ def test_a_graph_that_is_retained_has_the_same_gradients_again(short):
         torch.autograd.grad(y, model[0].weight, dy)
 
 
-def test_a_second_backward_of_a_freed_graph_says_what_is_needed(short):
-    model, y = known(short)
+def test_a_second_backward_of_a_freed_graph_says_what_is_needed(made_again):
+    model, y = known(made_again)
     dy = torch.randn_like(y)
     torch.autograd.grad(y, model[0].weight, dy)
-    assert short.backward == 1
+    assert made_again.backward == 1
     with pytest.raises(RuntimeError, match="retain_graph=True"):
         torch.autograd.grad(y, model[0].weight, dy)
 
 
-def test_double_backward_is_refused(short):
-    model, y = known(short)
+def test_double_backward_is_refused(made_again):
+    model, y = known(made_again)
     with pytest.raises(RuntimeError, match="create_graph"):
-        torch.autograd.grad(y.sum(), model[0].weight, create_graph=True)
+        torch.autograd.grad(y, model[0].weight, torch.randn_like(y), create_graph=True)
 
 
-def test_batches_of_gradients_are_refused(short):
-    model, y = known(short)
+def test_batches_of_gradients_are_refused(made_again):
+    model, y = known(made_again)
     with pytest.raises(NotImplementedError, match="is_grads_batched"):
         torch.autograd.grad(y, model[0].weight, torch.randn(3, *y.shape).to(y.dtype), is_grads_batched=True)
 
@@ -333,18 +337,18 @@ def test_batches_of_gradients_are_refused(short):
 @pytest.mark.parametrize(
     "client", ["fused optimizer", "checkpoint", "checkpoint, reentrant", "foreign write", "state dict"]
 )
-def test_what_users_bring_has_the_losses_of_steps_in_full(client, recipe, short, monkeypatch):
+def test_what_users_bring_has_the_losses_of_steps_in_full(client, recipe, made_again, monkeypatch):
     found, _ = losses(client, recipe, linear)
-    assert short.forward >= 3 or client == "checkpoint"
+    assert made_again.forward >= 3 or client == "checkpoint"
     in_full(monkeypatch)
     assert losses(client, recipe, linear) == (found, 0)
     assert len(set(found)) == len(found)
 
 
-def test_what_looks_on_sees_a_call_in_full(short):
+def test_what_looks_on_sees_a_call_in_full(made_again):
     """Profiles, counted casts, hooks for saved tensors."""
-    model, _ = known(short, "mxfp8")
-    short.forward = short.backward = 0
+    model, _ = known(made_again, "mxfp8")
+    made_again.forward = made_again.backward = 0
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
         step(model, "mxfp8")
     assert {event.key for event in profiled.key_averages()} >= {"fuser::linear", "fuser::linear_backward"}
@@ -355,15 +359,15 @@ def test_what_looks_on_sees_a_call_in_full(short):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
         step(model, "mxfp8")
     assert packed
-    assert not short.forward and not short.backward
+    assert not made_again.forward and not made_again.backward
     step(model, "mxfp8")
-    assert short.forward == short.backward == 1
+    assert made_again.forward == made_again.backward == 1
 
 
 @pytest.mark.parametrize("recipe", ("high_precision", "fp8_delayed", "fp8_current", "mxfp8"))
-def test_constant_weights(recipe, short, monkeypatch):
+def test_constant_weights(recipe, made_again, monkeypatch):
     """In scopes of three steps between which weights move."""
-    check(linear, recipe, short, monkeypatch, in_scopes(0.25), steps=19, forwards=6, backwards=6)
+    check(linear, recipe, made_again, monkeypatch, in_scopes(0.25), steps=19, forwards=6, backwards=6)
 
 
 def change_in_scope():
@@ -392,14 +396,14 @@ def change_in_scope():
 
 
 @pytest.mark.parametrize("recipe", ("fp8_delayed", "fp8_current", "mxfp8"))
-def test_changes_in_a_scope_are_seen(recipe, short, monkeypatch):
+def test_changes_in_a_scope_are_seen(recipe, made_again, monkeypatch):
     model = linear()
     change = change_in_scope()
     found = []
     for at in range(28):
         found.append(step(model, recipe, at) + states_of(model))
         change(model, at)
-    assert short.forward >= 10 and short.backward >= 10
+    assert made_again.forward >= 10 and made_again.backward >= 10
     in_full(monkeypatch)
     model, change = linear(), change_in_scope()
     for at in range(28):
@@ -407,19 +411,19 @@ def test_changes_in_a_scope_are_seen(recipe, short, monkeypatch):
         change(model, at)
 
 
-def test_weights_are_quantized_once_a_scope(short):
+def test_weights_are_quantized_once_a_scope(made_again):
     model = linear()
     with constant_weights(model):
         for at in range(6):
             step(model, "mxfp8", at)
-        before, short.forward = step(model, "mxfp8", 9), 0
+        before, made_again.forward = step(model, "mxfp8", 9), 0
         model[0].weight.data.mul_(3)  # which nobody sees
         assert_same(step(model, "mxfp8", 9)[:1], before[:1])
-        assert short.forward == 1
+        assert made_again.forward == 1
     assert not torch.equal(step(model, "mxfp8", 9)[0], before[0])
 
 
-def test_a_graph_of_a_scope_that_has_ended_has_the_gradients_of_its_copies(short, monkeypatch):
+def test_a_graph_of_a_scope_that_has_ended_has_the_gradients_of_its_copies(made_again, monkeypatch):
     def run(model):
         found = []
         for at in range(8):
@@ -435,13 +439,13 @@ def test_a_graph_of_a_scope_that_has_ended_has_the_gradients_of_its_copies(short
         return found
 
     found = run(linear())
-    assert short.forward > 3 and short.backward > 3
+    assert made_again.forward > 3 and made_again.backward > 3
     in_full(monkeypatch)
     for one, other in zip(found, run(linear()), strict=True):
         assert_same(one, other)
 
 
-def test_tensors_that_stand_in_for_parameters(short, monkeypatch):
+def test_tensors_that_stand_in_for_parameters(made_again, monkeypatch):
     """Which lie as these do, and are computed: `torch.func.functional_call` in turn with calls of the model."""
 
     def run(model):
@@ -459,14 +463,14 @@ def test_tensors_that_stand_in_for_parameters(short, monkeypatch):
         return found
 
     found = run(linear())
-    assert short.forward >= 4 and short.backward >= 4
+    assert made_again.forward >= 4 and made_again.backward >= 4
     in_full(monkeypatch)
     for one, other in zip(found, run(linear()), strict=True):
         assert_same(one, other)
 
 
-def test_within_distributed_data_parallel(short, monkeypatch):
-    """And without it in turn: the first call within each wrapper goes the long way, which checks what it reduces."""
+def test_within_distributed_data_parallel(made_again, monkeypatch):
+    """And without it in turn: the first call within each wrapper runs in full, which checks what it reduces."""
 
     def run() -> list:
         model = linear()
@@ -485,7 +489,7 @@ def test_within_distributed_data_parallel(short, monkeypatch):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         found = run()
-        assert short.forward >= 8 and short.backward >= 8
+        assert made_again.forward >= 8 and made_again.backward >= 8
         in_full(monkeypatch)
         for one, other in zip(found, run(), strict=True):
             assert_same(one, other)
@@ -493,7 +497,40 @@ def test_within_distributed_data_parallel(short, monkeypatch):
         dist.destroy_process_group()
 
 
-def test_two_threads_that_share_a_model(short, monkeypatch):
+@pytest.mark.parametrize("reshard", [False, True])
+@pytest.mark.parametrize("recipe", ("high_precision", "fp8_current", "fp8_delayed"))
+def test_within_fsdp2(reshard, recipe, made_again, monkeypatch):
+    """Weights are gathered for each pass, into memory that is freed in between, and a fused optimizer writes shards."""
+
+    def run() -> list:
+        model = linear()
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=reshard)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        found = []
+        for at in range(8):
+            torch.manual_seed(at)
+            x, dy = torch.randn(2, 96, 64).to(torch.bfloat16)
+            with autocast(recipe=recipe):
+                y = model(x.requires_grad_())
+            y.backward(dy)
+            found.append([y.detach(), x.grad, model[0].weight.grad.full_tensor().clone(), *states_of(model)])
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = run()
+        assert made_again.forward >= 3 and made_again.backward >= 3
+        in_full(monkeypatch)
+        for one, other in zip(found, run(), strict=True):
+            assert_same(one, other)
+        assert not torch.equal(found[0][2], found[-1][2])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_threads_that_share_a_model(made_again, monkeypatch):
     model = linear()
     xs = torch.randn(2, 40, 96, 64).to(torch.bfloat16)
     for x in xs[0, :4]:
@@ -501,14 +538,14 @@ def test_two_threads_that_share_a_model(short, monkeypatch):
     model[0].weight.grad = None
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda own: [model(x).detach() for x in own], xs))
-    assert short.forward > 70
+    assert made_again.forward > 70
     in_full(monkeypatch)
     for own, ys in zip(xs, found, strict=True):
         assert_same(ys, [linear()(x).detach() for x in own])
 
 
 @pytest.mark.parametrize("recipe", ("high_precision", "fp8_delayed"))
-def test_nothing_is_kept_alive(recipe, short):
+def test_nothing_is_kept_alive(recipe, made_again):
     """Neither what went in, nor, without a collection, the model."""
     model = linear()
     for at in range(6):
@@ -517,7 +554,7 @@ def test_nothing_is_kept_alive(recipe, short):
     with autocast(recipe=recipe):
         y = model(x)
     y.backward(torch.randn_like(y))
-    assert short.forward and short.backward
+    assert made_again.forward and made_again.backward
     went_in = weakref.ref(x)
     seen = [weakref.ref(thing) for thing in (model[0], model[0].weight, *model.buffers())]
     del x, y
@@ -530,12 +567,12 @@ def test_nothing_is_kept_alive(recipe, short):
         gc.enable()
 
 
-def test_names_that_are_missing_or_unknown_are_refused(short):
+def test_names_that_are_missing_or_unknown_are_refused(made_again):
     model = Sequential(ops.ScaledSwiGLU())
     x, scales = torch.randn(8, 32, requires_grad=True), torch.rand(8)
     for _ in range(4):
         model(x, scales=scales).sum().backward()
-    assert short.forward and short.backward
+    assert made_again.forward and made_again.backward
     with pytest.raises(ValueError, match="scales"):
         model(x)
     with pytest.raises(ValueError, match="other"):
@@ -548,8 +585,8 @@ def test_names_that_are_missing_or_unknown_are_refused(short):
         model(x.detach().to_sparse(), scales=scales)
 
 
-def test_a_call_that_fails_says_where_and_leaves_no_amax(short, monkeypatch):
-    """As when memory is short: what it recorded is forgotten with the step."""
+def test_a_call_that_fails_says_where_and_leaves_no_amax(made_again, monkeypatch):
+    """As when memory is made_again: what it recorded is forgotten with the step."""
     model, other = linear(), linear()
     for at in range(5):
         step(model, "fp8_delayed", at), step(other, "fp8_delayed", at)
@@ -569,8 +606,8 @@ def test_a_call_that_fails_says_where_and_leaves_no_amax(short, monkeypatch):
         assert_same(step(model, "fp8_delayed", at), step(other, "fp8_delayed", at))
 
 
-def test_batch_invariance_is_part_of_what_decides(short):
-    model, _ = known(short)
+def test_batch_invariance_is_part_of_what_decides(made_again):
+    model, _ = known(made_again)
     keys = len(model.layout().pipeline.known)
     for _ in range(3):
         with autocast(batch_invariant=True):
@@ -578,14 +615,14 @@ def test_batch_invariance_is_part_of_what_decides(short):
     assert len(model.layout().pipeline.known) == keys + 1
 
 
-def test_no_more_calls_are_kept_than_said(short, monkeypatch):
+def test_no_more_calls_are_kept_than_said(made_again, monkeypatch):
     monkeypatch.setattr(known_calls, "MOST_CALLS", 3)
     model = linear()
     for rows in range(1, 9):
         for at in range(3):
             step(model, None, at, rows=8 * rows)
             assert len(model.layout().pipeline.known) <= 3
-    assert short.forward == 8
+    assert made_again.forward == 8
 
 
 RANDOM_RECIPES = ("high_precision", "fp8_delayed", "fp8_current", "mxfp8", "fp8_block")
@@ -704,9 +741,9 @@ class RandomClient:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_clients(seed, short, monkeypatch):
+def test_random_clients(seed, made_again, monkeypatch):
     found = RandomClient(seed).run(120)
-    assert short.forward > 15 and short.backward
+    assert made_again.forward > 15 and made_again.backward
     in_full(monkeypatch)
     for one, other in zip(found, RandomClient(seed).run(120), strict=True):
         if isinstance(one, str) or isinstance(other, str):
@@ -722,15 +759,15 @@ def test_random_clients(seed, short, monkeypatch):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("stacked", (True, False))
 def test_experts(recipe, stacked, monkeypatch):
-    short = counted(monkeypatch)
-    check(lambda: experts(stacked=stacked), recipe, short, monkeypatch)
+    made_again = counted(monkeypatch)
+    check(lambda: experts(stacked=stacked), recipe, made_again, monkeypatch)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ("high_precision", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4"))
 def test_experts_in_scopes(recipe, monkeypatch):
-    short = counted(monkeypatch)
-    check(experts, recipe, short, monkeypatch, in_scopes(0.05), steps=13, forwards=3, backwards=3)
+    made_again = counted(monkeypatch)
+    check(experts, recipe, made_again, monkeypatch, in_scopes(0.05), steps=13, forwards=3, backwards=3)
 
 
 def change_experts(model: Sequential, at: int) -> None:
@@ -758,15 +795,15 @@ def change_experts(model: Sequential, at: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ("high_precision", "fp8_delayed", "fp8_current", "mxfp8"))
 def test_changed_experts(recipe, monkeypatch):
-    short = counted(monkeypatch)
-    check(experts, recipe, short, monkeypatch, change_experts, steps=36, forwards=10, backwards=10)
+    made_again = counted(monkeypatch)
+    check(experts, recipe, made_again, monkeypatch, change_experts, steps=36, forwards=10, backwards=10)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ("high_precision", "fp8_current"))
 def test_torch_autocast(recipe, monkeypatch):
     """On and off in turn, backward within and outside of it."""
-    short = counted(monkeypatch)
+    made_again = counted(monkeypatch)
 
     def run(model):
         found = []
@@ -784,7 +821,7 @@ def test_torch_autocast(recipe, monkeypatch):
         return found
 
     found = run(experts())
-    assert short.forward >= 8 and short.backward >= 3
+    assert made_again.forward >= 8 and made_again.backward >= 3
     in_full(monkeypatch)
     for one, other in zip(found, run(experts()), strict=True):
         assert_same(one, other)
@@ -793,7 +830,7 @@ def test_torch_autocast(recipe, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ("high_precision", "fp8_delayed", "fp8_current"))
 def test_experts_with_main_grad(recipe, monkeypatch):
-    short = counted(monkeypatch)
+    made_again = counted(monkeypatch)
 
     def make() -> Sequential:
         model = experts(accumulate_into_main_grad=True, bias=False)
@@ -802,13 +839,13 @@ def test_experts_with_main_grad(recipe, monkeypatch):
             weight.overwrite_main_grad, weight.grad_added_to_main_grad = True, False
         return model
 
-    check(make, recipe, short, monkeypatch, begin_step, steps=10)
+    check(make, recipe, made_again, monkeypatch, begin_step, steps=10)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", (True, False))
 def test_optimizers_whose_writes_move_no_version(fused, monkeypatch):
-    short = counted(monkeypatch)
+    made_again = counted(monkeypatch)
 
     def run() -> list:
         model = experts()
@@ -820,7 +857,7 @@ def test_optimizers_whose_writes_move_no_version(fused, monkeypatch):
         return found
 
     found = run()
-    assert short.forward >= 3 and short.backward >= 3
+    assert made_again.forward >= 3 and made_again.backward >= 3
     in_full(monkeypatch)
     for one, other in zip(found, run(), strict=True):
         assert_same(one, other)

@@ -1,12 +1,12 @@
-"""The backward of a call that was made again (`ops.runner.known_calls`), by one look-up: the host's short way.
+"""The backward of a call that was made again (`ops.runner.known_calls`), by one look-up.
 
 What `ops.runner.backward` finds follows from the forward, which knows the program and what is left of it, and from
 
     the operations   training or not
     what goes in     parameters, states, dy, what forward kept, and main_grads: how each lies
 
-The short way is for one step that is repeated, of settings and parameters that are those of forward, unchanged, and for
-a backward that frees its graph. Gradients that are left for later, and all that has to be refused, go the long way.
+This is for one step that is repeated, of settings and parameters that are those of forward, unchanged, and for a
+backward that frees its graph. Gradients that are left for later, and all that has to be refused, run in full.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class KnownBackward:
     def __init__(self, program: Program, operations: Sequence[Any]) -> None:
         wiring = program.backward[0]
         self.step = wiring.repeated
-        self.is_short = (
+        self.is_one_step = (
             len(program.backward) == 1
             and wiring.needs_grad
             and wiring.repeated is not None
@@ -92,9 +92,9 @@ class KnownBackward:
         self.kept: dict[Any, _KnownStep] = {}
 
     def run(self, fctx: Any, dy: Tensor | None) -> list[Tensor | None] | None:
-        """The gradients, as `run_backward` gives them; None: it has to go the long way, and nothing has changed."""
+        """The gradients, as `run_backward` gives them; None: it has to run in full, and nothing has changed."""
         kind = type(dy)
-        if dy is None or (kind is not Tensor and kind is not Parameter) or not self.is_short or fctx.has_run:
+        if dy is None or (kind is not Tensor and kind is not Parameter) or not self.is_one_step or fctx.has_run:
             return None
         if not is_ordinary() or is_legacy_batchedtensor(dy) or retains_graph() or torch.is_grad_enabled():
             return None
@@ -134,7 +134,7 @@ class KnownBackward:
             contexts = {index: context_of(step, index, None) for index in self.external}
             try:
                 into = tuple([operations[index].destinations(context) for index, context in contexts.items()])
-            except Exception:  # the long way says what is missing, and where
+            except Exception:  # in full it says what is missing, and where
                 return None
         key.append(unwanted)
         saved = fctx.saved_tensors
@@ -176,7 +176,7 @@ class KnownBackward:
     def _found(
         self, record: Record, values: Sequence[Any], unwanted: frozenset[int], tensors: Sequence[Tensor]
     ) -> _KnownStep | None:
-        """What a backward has found that went the long way. values: what goes in"""
+        """What a backward has found that ran in full. values: what goes in"""
         if not may_repeat_step(record, record.program.backward[0], self.external):
             return None
         names: tuple[Any, ...] = (*record.states, frozenset(), unwanted, None)

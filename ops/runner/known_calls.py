@@ -1,4 +1,4 @@
-"""Calls that a pipeline has made before, made again by one look-up: the host's short way through forward.
+"""Calls that a pipeline has made before, made again by one look-up.
 
 A call in full (`ops.runner.run`) checks what goes in, finds its program, and finds what its step did for inputs that
 lie like these (`ops.runner.repeat`). All of that follows from
@@ -8,9 +8,9 @@ lie like these (`ops.runner.repeat`). All of that follows from
                      whether they are in a scope of `constant_weights`, and how the copies lie that it keeps
     what goes in     parameters, states, x and the extra inputs: how each lies, and whether it requires grad
 
-so a call for which these are equal to an earlier one's takes its program and its step from there. The short way is for
-one step on a GPU, of plain tensors, whose y alone is asked for. Everything else goes the long way, which has the
-sentences for what is refused: so does what traces, transforms, records, counts, profiles or computes again.
+so a call for which these are equal to an earlier one's takes its program and its step from there. This is for
+one step on a GPU, of plain tensors, whose y alone is asked for. Everything else runs in full, where the sentences are
+for what is refused: so does what traces, transforms, records, counts, profiles or computes again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ops.runner.settings import Settings, settings_of
 from ops.runner.torch_autocast import without_autocast
 from recipes.first_forwards import ForwardWithGrad
 from recipes.pending import PendingUpdates
-from recipes.stack import Stack, open_entries, recipe_in_use
+from recipes.stack import Stack, are_ordinary, open_entries, recipe_in_use
 from recipes.triton.repeated import Repeated
 from recipes.triton.replay import how, stream_for, times_forgotten
 
@@ -83,31 +83,30 @@ class _Given(NamedTuple):
 def call_again(
     pipeline: Pipeline, x: Any, extras: Mapping[str, Any], training: bool, fusions_version: int = 0
 ) -> Tensor | None:
-    """y of a call that was made before; None: make it the long way, `pipeline(x, extras, ...)`."""
+    """y of a call that was made before; None: make it in full, `pipeline(x, extras, ...)`."""
     kind = type(x)
     if (kind is not Tensor and kind is not Parameter) or not is_on_gpu(x):
         return None
     recipe, with_grad = recipe_in_use(pipeline.recipe), torch.is_grad_enabled()
     autocasts = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
     terms = recipe, with_grad, training, fusions_version, autocasts, x.dtype
-    if terms in pipeline.goes_the_long_way or not is_ordinary():
+    if terms in pipeline.in_full or not is_ordinary():
         return None
     if torch._C._current_graph_task_id() >= 0 or _top_hooks(True) is not None:  # computed again, or packed
         return None
     entries = open_entries()
-    for entry in entries:
-        if entry.scales is not None or entry.keep_weights is not None:
-            return None
+    if not are_ordinary(entries):
+        return None
     given = _given(pipeline, x, extras, terms)
     if given is None:
         return None
     known = pipeline.known.get(given.key)
     if known is None:
         program = pipeline.program(x, extras, training, fusions_version)
-        if not _is_short(program, pipeline, given.operations):
-            if len(pipeline.goes_the_long_way) >= MOST_CALLS:
-                pipeline.goes_the_long_way.clear()
-            pipeline.goes_the_long_way.add(terms)
+        if not _is_one_step(program, pipeline, given.operations):
+            if len(pipeline.in_full) >= MOST_CALLS:
+                pipeline.in_full.clear()
+            pipeline.in_full.add(terms)
             return None
         known = _found(program, x, given)
         if known is None:
@@ -140,7 +139,7 @@ def _given(pipeline: Pipeline, x: Tensor, extras: Mapping[str, Any], terms: tupl
     operations: list[Any] = []
     present: list[Tensor] = []
     in_scope: list[int] = []
-    lie: list[Any] = []
+    inputs: list[Any] = []
     for reference, parameters, children, hooks in pipeline.members:
         operation: Any = reference()
         if children or hooks:
@@ -150,12 +149,12 @@ def _given(pipeline: Pipeline, x: Tensor, extras: Mapping[str, Any], terms: tupl
         operations.append(operation)
         key += operation.settings, operation.training, len(parameters)
         for parameter in parameters.values():
-            lie.append(parameter)
+            inputs.append(parameter)
             if parameter is not None:
                 if type(parameter) is not Parameter:  # a tensor in its place is computed
                     return None
                 present.append(parameter)
-        lie += operation._buffers.values()
+        inputs += operation._buffers.values()
     extra: list[Any] = []
     for name in pipeline.consumed:
         value = extras.get(name)
@@ -163,12 +162,12 @@ def _given(pipeline: Pipeline, x: Tensor, extras: Mapping[str, Any], terms: tupl
         if kind is not Tensor and kind is not Parameter:
             return None
         extra.append(value)
-    lie.append(x)
-    lie += extra
+    inputs.append(x)
+    inputs += extra
     tensors: list[Any] = []
     addresses: list[int] = []
     try:
-        key.append(how(lie, tensors, addresses))
+        key.append(how(inputs, tensors, addresses))
     except (TypeError, RuntimeError):  # one is not plain, sparse, or nested
         return None
     key += map(_requires_grad, tensors)
@@ -182,7 +181,7 @@ def is_on_gpu(x: Tensor) -> bool:
 
 
 def _found(program: Program, x: Tensor, given: _Given) -> KnownCall | None:
-    """What a call with this program has found that went the long way, if its step is repeated."""
+    """What a call with this program has found that ran in full, if its step is repeated."""
     step, operations = program.forward[0].repeated, given.operations
     assert step is not None
     quantized = tuple([index for index in program.forward[0].quantizes if index in given.in_scope])
@@ -223,7 +222,7 @@ def _updates(program: Program) -> PendingUpdates | None:
     return PendingUpdates() if program.keeps_state and torch.is_grad_enabled() else None
 
 
-def _is_short(program: Program, pipeline: Pipeline, operations: Sequence[Any]) -> bool:
+def _is_one_step(program: Program, pipeline: Pipeline, operations: Sequence[Any]) -> bool:
     """Whether a call is nothing but its first step, in tensors that are taken as they are."""
     wiring = program.forward[0]
     return (

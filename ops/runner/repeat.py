@@ -34,7 +34,7 @@ from recipes.cast_counts import is_counting
 from recipes.effects import recording as recorded_effects
 from recipes.pending import PendingUpdates, RecordsAmaxes
 from recipes.recipe import Recipe, Role
-from recipes.stack import Stack
+from recipes.stack import Stack, are_ordinary
 from recipes.tensors.quantized_handle import QuantizedHandle
 from recipes.tensors.splits import Splits
 from recipes.triton.repeated import Repeated
@@ -325,5 +325,5 @@ def may_repeat(device: torch.device, entries: Stack) -> bool:
         and is_eager()
         and not is_counting()
         and recorded_effects() is None
-        and all(entry.scales is None and entry.keep_weights is None for entry in entries)
+        and are_ordinary(entries)
     )

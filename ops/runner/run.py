@@ -99,7 +99,7 @@ class Pipeline:
         self.programs: dict[Any, Program] = {}
         self.first_forwards = first_forwards or FirstForwards()
         self.known: dict[Any, Any] = {}  # of `ops.runner.known_calls`
-        self.goes_the_long_way: set[Any] = set()  # calls under these, see there
+        self.in_full: set[Any] = set()  # what calls go by that always run in full, see there
         self.traced: dict[Any, Any] = {}  # of `ops.runner.tracing`, by what they hold for
         self.recently_traced = Recent(MOST_PROGRAMS)
         self.traced_recipes: set[Recipe] = set()  # under which what was traced has run
