@@ -3,6 +3,8 @@
 Under the interpreter and on a GPU.
 """
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from ops.kernels.elementwise.chain_cast import why_no_cast
 from ops.products.product import gemm_dtype
 from recipes import Splits
 from recipes.casts.scale_rules import Float32Scale, GivenScale
-from recipes.current_scaling import per_tensor
+from recipes.current_scaling import CurrentScalingQuantizer, per_tensor
 from recipes.float8_block import Float8BlockQuantizer
 from recipes.float8_rowwise import RowwiseScalingQuantizer
 from recipes.mxfp8 import MXFP8Quantizer
@@ -146,8 +148,10 @@ def test_rows_are_cast_as_they_are_computed(width, rule, dtype, form, kind, devi
 @pytest.mark.parametrize("copies", ["row", "column", "both"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_groups_meet_beside_larger_ones(dtype, copies, kind, monkeypatch):
-    """Up to 192 rows do."""
+    """Up to 192 rows do; where programs share groups, three have one."""
     monkeypatch.setattr(cast_float8, "most_rows", lambda *about: 192)
+    monkeypatch.setattr(cast_float8, "most_programs", lambda *about: 3)
+    monkeypatch.setattr(cast_float8, "MOST_TILES", 10**6)
     check_casts(per_tensor(E4M3, Float32Scale()), dtype, copies, True, kind, "cuda")
 
 
@@ -220,6 +224,37 @@ def test_more_programs_cast_as_they_compute_than_a_gpu_holds(quantizer):
         dactivation(dact, h, act, None, need_dh=False, dh_into=dh_into, act_into=act_into)
         same(dh_into.copies, expected[0], "dh")
         same(act_into.copies, expected[1], "act")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("programs", [None, 7], ids=["as many as fit", "seven a group"])
+def test_groups_of_all_sizes_meet_in_backward(programs, monkeypatch):
+    """Rows of a model's size, and a few groups that have most of them."""
+    if programs is not None:
+        monkeypatch.setattr(cast_float8, "most_programs", lambda *about: programs)
+        monkeypatch.setattr(cast_float8, "MOST_TILES", 10**6)
+    quantizer, act = CurrentScalingQuantizer(E4M3), Activation("swiglu")
+    both, of_act = {"rowwise": True, "columnwise": True}, {"rowwise": False, "columnwise": True}
+    for sizes in (torch.randint(0, 1536, (64,)).tolist(), [9000, 0, 5000, *torch.randint(0, 300, (61,)).tolist()]):
+        splits = Splits.make(torch.tensor(sizes, device="cuda"), rows=sum(sizes) + TAIL, device="cuda")
+        h, dact = (torch.randn(sum(sizes) + TAIL, width, device="cuda").bfloat16() for width in (2816, 1408))
+        scales = torch.rand(len(h), device="cuda")
+        dh, dscales, again = dactivation(dact, h, act, scales, need_dscales=True, need_act=True)
+        expected = quantizer.quantize_grouped(dh, splits, **both), quantizer.quantize_grouped(again, splits, **of_act)
+        forward = quantizer.empty_grouped(dact.shape, h.dtype, splits, rowwise=True, columnwise=False)
+        activation_cast(h, act, scales, forward)
+        for _ in range(3):
+            dh_into = quantizer.empty_grouped(h.shape, h.dtype, splits, **both)
+            act_into = quantizer.empty_grouped(dact.shape, h.dtype, splits, **of_act, meetings=forward.meetings)
+            with patch.object(dactivation_cast, "_amax", None):  # not launched
+                got = dactivation(
+                    dact, h, act, scales, need_dh=True, need_dscales=True, dh_into=dh_into, act_into=act_into
+                )  # fmt: skip
+            same(dh_into.copies, expected[0], "dh")
+            same(act_into.copies, expected[1], "act")
+            rows = sum(sizes)
+            assert torch.equal(got[0][:rows], dh[:rows])
+            torch.testing.assert_close(got[1][:rows], dscales[:rows], rtol=1e-4, atol=1e-4)
 
 
 def check_casts(spec: ScaleSpec, dtype: torch.dtype, copies: str, scaled: bool, kind: str, device: str) -> None:

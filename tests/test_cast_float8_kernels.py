@@ -1,5 +1,8 @@
 """The kernels of `cast_float8`: bit for bit what the references give, for every layout and every odd size."""
 
+from functools import partial
+from unittest.mock import patch
+
 import pytest
 import torch
 
@@ -140,8 +143,9 @@ def test_groups_that_are_too_large_to_meet(device, copies, most):
 @pytest.mark.parametrize("copies", [(True, True), (True, False), (False, True)], ids=["both", "row", "column"])
 @pytest.mark.parametrize("columns", [256, 208, 4112])
 def test_groups_meet_beside_larger_ones(monkeypatch, copies, columns, dtype):
-    """Up to 64 rows meet; the mean of the groups is smaller."""
+    """Up to 64 rows meet, in the kernel in Triton; the mean of the groups is smaller."""
     monkeypatch.setattr(kernels, "most_rows", lambda *about: 64)
+    monkeypatch.setattr(kernels, "meets_in_gluon", lambda *about: False)
     for sizes in ([3, 0, 150, 64, 65, *[9] * 20], [64] * 9, [0] * 7, [0, 600, *[0] * 20]):
         rows = sum(sizes) + 5
         x = wide_range(rows, columns, dtype=dtype)
@@ -151,6 +155,47 @@ def test_groups_meet_beside_larger_ones(monkeypatch, copies, columns, dtype):
         assert meet == 64 or usual > 64
         for rule in (Float32Scale(), Float32Scale(power_2=True, amax_epsilon=0.5)):
             check("cuda", x, sizes=sizes, rule=rule, rowwise=copies[0], columnwise=copies[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("copies", [(True, True), (True, False), (False, True)], ids=["both", "row", "column"])
+@pytest.mark.parametrize("programs", [1, 3, 40])
+def test_programs_share_the_tiles_of_large_groups(monkeypatch, copies, programs):
+    """So many at most have a group; those read all but one of their tiles twice."""
+    monkeypatch.setattr(kernels, "most_programs", lambda *about: programs)
+    monkeypatch.setattr(kernels, "MOST_TILES", 10**6)
+    about = {"rowwise": copies[0], "columnwise": copies[1]}
+    for columns in (16, 208, 528, 4112):
+        at_random = torch.randint(0, 900, (30,)).tolist()
+        for sizes in (at_random, [3, 0, 150, 64, 65, *[9] * 20], [64] * 9, [0] * 7, [0, 1000, *[0] * 20]):
+            x = wide_range(sum(sizes) + 100, columns)
+            x[sum(sizes) :] = NAN
+            with patch.object(kernels, "_cast_float8_gluon", wraps=kernels._cast_float8_gluon) as met:
+                check("cuda", x, sizes=sizes, rule=Float32Scale(power_2=True, amax_epsilon=0.5), **about)
+                check("cuda", x, sizes=sizes, **about)
+            assert met.call_count == 2
+        with patch.object(kernels, "_cast_float8_gluon", wraps=kernels._cast_float8_gluon) as met:
+            check("cuda", wide_range(5, 384, columns), stacked=True, **about)
+        assert met.called
+
+
+@pytest.mark.gpu
+def test_more_programs_meet_than_a_gpu_holds():
+    """Bits of the kernels in Triton, for weights and rows of a model's size, small groups and shared ones."""
+    sizes = torch.randint(0, 1536, (64,)).tolist()
+    skewed = [12000, 9000, 5000, *torch.randint(0, 700, (61,)).tolist()]
+    spec, cases = per_tensor(E4M3, Float32Scale()), [((64, 2816, 2048), None), ((8, 4096, 7168), None)]
+    for rows in (sizes, skewed):
+        cases += [((sum(rows) + 50, columns), rows) for columns in (1408, 2048, 7168)]
+    for shape, rows in cases:
+        x = torch.randn(shape, device="cuda").bfloat16()
+        about = {"stacked": True} if rows is None else {"splits": Splits.make(rows, rows=len(x), device="cuda")}
+        cast = partial(kernels.cast_float8_on_triton, x, spec, rowwise=True, columnwise=True, **about)
+        with patch.object(kernels, "meets_in_gluon", lambda *about: False):
+            expected = cast()
+        for _ in range(5):
+            for mine, other in zip(cast(), expected, strict=True):
+                assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8)), shape
 
 
 @pytest.mark.rest

@@ -453,8 +453,9 @@ def launch_dactivations(dact: torch.Tensor, h: torch.Tensor, splits: Splits, fac
 
 
 def meetings_of(rows: int) -> contextlib.AbstractContextManager:
-    """Groups of up to so many rows meet."""
-    return patch.object(cast_float8, "most_rows", lambda *about: rows)
+    """Groups of up to so many rows meet, and share programs if there are some."""
+    found = {"most_rows": lambda *about: rows, "most_programs": lambda *about: rows}
+    return patch.multiple(cast_float8, **found)
 
 
 def launch_meetings(dact: torch.Tensor, wide: torch.Tensor, splits: Splits, factors: torch.Tensor) -> None:
@@ -744,7 +745,7 @@ def compile_all(mode: str, arch: int, every: bool) -> None:
     for module in (grouped_gemm, grouped_gemm_float8):
         module.capability = lambda x: divmod(arch, 10)
     cast_float8.casts_natively = elementwise.casts_natively = lambda device: arch >= 89
-    cast_float8.most_rows = lambda *about: 0
+    cast_float8.most_rows = cast_float8.most_programs = lambda *about: 0
     norm_triton.shared_memory = lambda x: LIMITS[arch]
     cast_nvfp4.runs_triton = dequantize_nvfp4.runs_triton = lambda x: True
     cast_nvfp4.converts_to_float8 = lambda x: arch >= 89

@@ -43,7 +43,7 @@ from recipes.tensors.formats import ALL, E4M3, E5M2, Float8Format, ScaleSpec
 from recipes.tensors.splits import Splits
 from recipes.triton.gates import INTERPRET, why_no_gluon
 from recipes.triton.launch import Launch, cdiv, has_work, next_power_of_2, properties, runs_gluon
-from recipes.triton.meeting import MeetingTile, empty_meetings, most_rows
+from recipes.triton.meeting import MeetingTile, empty_meetings, most_programs, most_rows
 from recipes.triton.row_slots import num_slots
 
 if why_no_gluon((9, 0)) is None:
@@ -58,6 +58,7 @@ BLOCK = 32
 DEQUANTIZE_BLOCK = 4096
 
 USUAL = 1.25  # rows of a usual group, over the mean
+MOST_TILES = 4  # of a program of a usual group, where those of all groups wait for each other
 
 
 # -------------------------------------------------------------------------------------------------------------- config
@@ -172,6 +173,15 @@ def find_and_cast(
         return
     meetings = empty_meetings(groups, x_GTK.device)
     most = None
+    _, rows, columns = x_GTK.shape
+    all_rows = rows if offsets is not None else groups * rows
+    if (
+        row_of is None
+        and meets_in_gluon(x_GTK, copies.column_codes)
+        and all_meet(x_GTK, all_rows, columns, groups, GLUON_TILE)
+    ):
+        _cast_at_meetings(x_GTK, copies, spec.element, meetings, offsets, aligned, rule)
+        return
     if row_of is None:
         most = _find_amaxes(x_GTK, copies, meetings, offsets)
     else:
@@ -187,11 +197,70 @@ def _find_amaxes(x_GTK: Tensor, copies: Copies, meetings: Tensor, offsets: Tenso
     _, rows, columns = x_GTK.shape
     usual = rows if offsets is None else usual_rows(rows, len(offsets) - 1)
     in_words = copies.column_codes is None or copies.column_codes.shape[-1] % 4 == 0
-    tile = GLUON_TILE if meets_in_gluon(x_GTK, copies.column_codes) else meeting_tile(columns)
-    most = rows_that_meet(x_GTK, columns, tile, usual) if in_words else None
+    most = rows_that_meet(x_GTK, columns, meeting_tile(columns), usual) if in_words else None
     if most is None or (offsets is not None and rows > most):
         amax_triton(x_GTK, meetings, offsets, most)
     return most
+
+
+def all_meet(x: Tensor, rows: int, columns: int, groups: int, tile: MeetingTile) -> bool:
+    """Whether groups of so many rows in all meet, of any size, in a kernel whose programs take several tiles of a large
+    one, which they read twice. Where most groups are so large, or a large one is alone, half of the GPU would wait:
+    two launches are faster (`bench/results/tuning.md`)."""
+    programs = most_programs(x, tile)
+    tiles = cdiv(rows, tile.block_m) * cdiv(columns, tile.block_k)
+    return tiles <= (programs if groups == 1 else MOST_TILES * programs * groups)
+
+
+class ProgramsOfGroups(NamedTuple):
+    """Among which `share_of_group` shares the tiles of a group: one program for 2^log2_rows rows and block of columns,
+    but at most `most`; and how many are launched."""
+
+    launched: int
+    most: int
+    log2_rows: int
+
+
+def programs_of_groups(
+    x: Tensor, rows: int, columns: int, offsets: Tensor, tile: MeetingTile, meets: bool
+) -> ProgramsOfGroups:
+    """For rows in groups; without meetings each tile has a program."""
+    groups, across, most = len(offsets) - 1, cdiv(columns, tile.block_k), 2**31 - 1
+    tiles = 1  # of a program of a usual group
+    if meets:
+        most = most_programs(x, tile)
+        tiles = max(1, rows * across // (tile.block_m * groups * most))
+    log2_rows = (tile.block_m * tiles).bit_length() - 1
+    return ProgramsOfGroups(num_row_tiles(1, rows, offsets, 1 << log2_rows, BLOCK) * across, most, log2_rows)
+
+
+def _cast_at_meetings(
+    x_GTK: Tensor,
+    copies: Copies,
+    form: Float8Format,
+    meetings: Tensor,
+    offsets: Tensor | None,
+    aligned: Tensor | None,
+    rule: Float32Scale,
+) -> None:
+    """Launch: amaxes and cast of contiguous x, as for `cast_float8_triton`, at these meetings."""
+    groups, rows, columns = x_GTK.shape
+    if offsets is None:
+        programs = most_programs(x_GTK, GLUON_TILE)
+        tiles = cdiv(rows, GLUON_TILE.block_m) * cdiv(columns, GLUON_TILE.block_k)
+        found = ProgramsOfGroups(groups * min(tiles, programs), programs, 0)
+    else:
+        groups = len(offsets) - 1
+        found = programs_of_groups(x_GTK, rows, columns, offsets, GLUON_TILE, True)
+    row_codes, column_codes, scale_inv = _codes_and_scale(copies)
+    _cast_float8_gluon(
+        x_GTK, found.launched,
+        boxes_of(x_GTK), x_GTK.view(torch.int32), as_bytes(row_codes), as_bytes(column_codes), scale_inv, meetings,
+        offsets, aligned, rows, columns, 0 if column_codes is None else column_codes.shape[-1], groups,
+        found.most, found.log2_rows,
+        FORM=format_of(form, x_GTK.device)["FORM"], RULE=(rule.power_2, rule.amax_epsilon),
+        num_warps=GLUON_TILE.num_warps, maxnreg=GLUON_TILE.registers,
+    )  # fmt: skip
 
 
 def cast_from_meetings(
@@ -343,16 +412,6 @@ def cast_float8_triton(
     groups, rows, columns = x_GTK.shape
     num_groups = groups if offsets is None else len(offsets) - 1
     width = 0 if column_codes is None else column_codes.shape[-1]
-    if how == "meeting" and meets_in_gluon(x_GTK, column_codes):
-        tiles = num_row_tiles(groups, rows, offsets, GLUON_TILE.block_m, BLOCK) * cdiv(columns, GLUON_TILE.block_k)
-        _cast_float8_gluon(
-            x_GTK, tiles,
-            boxes_of(x_GTK), as_bytes(row_codes), as_bytes(column_codes), scale_inv, given, offsets, aligned,
-            rows, columns, width, num_groups, most,
-            FORM=format_of(form, x_GTK.device)["FORM"], RULE=(power_2_scale, amax_epsilon),
-            num_warps=GLUON_TILE.num_warps, maxnreg=GLUON_TILE.registers,
-        )  # fmt: skip
-        return
     rows = rows if row_of is None else row_of.shape[0]
     meets = how == "meeting"
     config = meeting_tile(columns) if meets else cast_float8_config(columns)

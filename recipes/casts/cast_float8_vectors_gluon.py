@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from recipes.casts.boxes_gluon import WORDS_LAYOUT
-from recipes.casts.cast_float8_gluon import fetch, tile_at
+from recipes.casts.cast_float8_gluon import empty_boxes, fetch, tile_at
 from recipes.casts.float8_tiles_gluon import larger_pair, write_columns, write_rows
 from recipes.casts.float8_vectors_gluon import (
     meet,
@@ -38,20 +38,23 @@ def cast_float8_vectors_gluon_kernel(
     first_column = gl.program_id(0) % column_blocks * (_PARTS * _WIDTH)
     if offsets_ptr is not None and column_codes_ptr is not None:
         store_scales_of_empty(column_scale_ptr, offsets_ptr, ROWS, COLUMNS, num_groups, FORM, RULE)
-    group, first, height, place, left, matrix, start, size = tile_at(
+    group, first, height, place, left, matrix, is_first, size = tile_at(
         offsets_ptr, aligned_ptr, slot, ROWS, COLUMNS, places, num_groups
     )
     active = group < num_groups
     if (height > 0) | (left > 0):
         loaded = gl.where(active, height, 0)
-        boxes, ready = fetch(x, first, first_column, loaded)
+        boxes, ready = empty_boxes()
+        if loaded > 0:
+            for part in gl.static_range(_PARTS):
+                fetch(x, boxes, ready, part, first, first_column)
+            for part in gl.static_range(_PARTS):
+                mbarrier.wait(ready.index(part), 0)
         meets = (loaded > 0) & (size <= most)
         words = boxes._reinterpret(gl.uint32, [_PARTS * 4, 32, 32], WORDS_LAYOUT)
         of_words: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
         lane = gl.arange(0, 32, gl.SliceLayout(1, of_words)) % 16
         for i in range(4):
-            if loaded > 16 * i:
-                mbarrier.wait(ready.index(i), 0)
             is_there = lane < loaded - 16 * i
             peak = gl.full([32, 32], 0, gl.uint32, of_words)
             for part in gl.static_range(_PARTS):
@@ -90,7 +93,7 @@ def cast_float8_vectors_gluon_kernel(
                 if column_codes_ptr is not None:
                     column_scales = scales_of_columns(
                         column_amax_ptr + of_group + at, column_scale_ptr + of_group + at,
-                        gl.where(active, COLUMNS - at, 0), (loaded > 0) & (place == start), FORM, RULE,
+                        gl.where(active, COLUMNS - at, 0), (loaded > 0) & is_first, FORM, RULE,
                     )  # fmt: skip
                     write_columns(
                         tiles.index(part), column_scales, column_codes_ptr, matrix + at, COLUMNS - at, place, left,

@@ -35,26 +35,64 @@ LARGER_OF_PAIR = gl.constexpr("""{
 
 
 @gluon.jit
-def tile_of_rows(offsets_ptr, aligned_ptr, slot, T, places, num_groups):
-    """Of a slot (`recipes.triton.row_slots`): its group, first row, the row behind the group's last, first place in
-    columnwise codes, and how many places are left."""
+def group_of_slot(offsets_ptr, aligned_ptr, slot, LOG2_ROWS, T, places, num_groups):
+    """Of a slot of 2^LOG2_ROWS rows (`recipes.triton.row_slots`): its group, the group's first row and the row behind
+    its last, its first place in columnwise codes and the place behind its last. aligned_ptr: None without such codes.
+
+    Of the groups that begin at or before the slot the last one owns it. Each warp reads them all, and their maxima and
+    the others' minima take the place of a second read.
+    """
     offs = gl.arange(0, 128, gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
     group = -1
+    begin, place = 0, 0
+    end = T + _PADDING * num_groups
+    behind = places
     for start in range(0, num_groups + 1, 128):
         offs_g = start + offs
-        begins = gl.load(offsets_ptr + offs_g, mask=offs_g <= num_groups, other=0)
-        owned = (begins // _ROWS + offs_g <= slot) & (offs_g <= num_groups)
-        group += gl.sum(owned.to(gl.int32), axis=0)
-    begin = gl.load(offsets_ptr + group)
-    end = gl.load(offsets_ptr + group + 1, mask=group < num_groups, other=T + _PADDING * num_groups)
-    first = begin + (slot - begin // _ROWS - group) * _ROWS
+        there = offs_g <= num_groups
+        begins = gl.load(offsets_ptr + offs_g, mask=there, other=0).to(gl.int32)
+        owns = there & ((begins >> LOG2_ROWS) + offs_g <= slot)
+        later = there & ((begins >> LOG2_ROWS) + offs_g > slot)
+        if aligned_ptr is not None:
+            places_g = gl.load(aligned_ptr + offs_g, mask=there, other=0).to(gl.int32)
+            place = gl.maximum(place, gl.max(gl.where(owns, places_g, 0), axis=0))
+            behind = gl.minimum(behind, gl.min(gl.where(later, places_g, behind), axis=0))
+        group += gl.sum(owns.to(gl.int32), axis=0)
+        begin = gl.maximum(begin, gl.max(gl.where(owns, begins, 0), axis=0))
+        end = gl.minimum(end, gl.min(gl.where(later, begins, end), axis=0))
+    return group, begin, end, place, behind
+
+
+@gluon.jit
+def share_of_group(offsets_ptr, aligned_ptr, T, places, num_groups, column_blocks, programs, LOG2_ROWS):
+    """Of a program, whose tiles are each so-manieth of one group's: the group, which of the group's programs it is, and
+    how many these are: one for each 2^LOG2_ROWS rows and block of columns, but at most `programs`. The group's first
+    row and how many it has, its first place in columnwise codes and how many it has there."""
+    group, begin, end, place, behind = group_of_slot(
+        offsets_ptr, aligned_ptr, gl.program_id(0) // column_blocks, LOG2_ROWS, T, places, num_groups
+    )
+    slot = gl.program_id(0) // column_blocks - (begin >> LOG2_ROWS) - group
+    worker = slot * column_blocks + gl.program_id(0) % column_blocks
+    workers = ((end - begin + (1 << LOG2_ROWS) - 1) >> LOG2_ROWS) * column_blocks
+    workers = gl.where(group < num_groups, gl.minimum(workers, programs), workers)
+    if aligned_ptr is None:
+        place, behind = begin, begin
+    return group, worker, workers, begin, gl.minimum(end, T) - begin, place, behind - place
+
+
+@gluon.jit
+def tile_of_rows(offsets_ptr, aligned_ptr, slot, T, places, num_groups):
+    """Of a slot of 64 rows: its group, first row and how many are there, first place in columnwise codes and how many
+    are left; the group's first row, and how many rows it has."""
+    group, begin, end, start, behind = group_of_slot(offsets_ptr, aligned_ptr, slot, 6, T, places, num_groups)
+    row = (slot - (begin >> 6) - group) * _ROWS  # in the group
     end = gl.minimum(end, T)
-    place, left = first, 0
+    place, left = begin + row, 0
     if aligned_ptr is not None:
-        place = gl.load(aligned_ptr + group) + first - begin
-        behind = gl.load(aligned_ptr + group + 1, mask=group < num_groups, other=places)
-        left = gl.maximum(gl.minimum(behind - place, _ROWS), 0).to(gl.int32)
-    return group, first, end, place, left
+        place = start + row
+        left = gl.maximum(gl.minimum(behind - place, _ROWS), 0)
+    height = gl.maximum(gl.minimum(end - begin - row, _ROWS), 0)
+    return group, (begin + row).to(gl.int64), height, place.to(gl.int64), left, begin, end - begin
 
 
 @gluon.jit

@@ -48,7 +48,7 @@ def meet(meetings_ptr, group, size, column_blocks):
     """Waits until all programs of a group of so many rows have raised its amaxes; these threads raised theirs before
     the last barrier."""
     be_counted(meeting_of(meetings_ptr, group))
-    wait_for_all(meeting_of(meetings_ptr, group), (gl.cdiv(size, _ROWS) * column_blocks).to(gl.int32))
+    wait_for_all(meeting_of(meetings_ptr, group), gl.cdiv(size, _ROWS) * column_blocks)
 
 
 @gluon.jit

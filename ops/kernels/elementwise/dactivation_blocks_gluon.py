@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ops.kernels.elementwise.dactivation_gluon import compute, fetch
+from ops.kernels.elementwise.dactivation_gluon import compute, empty_boxes, fetch
 from recipes.casts.boxes_gluon import STORE_COLUMNS, WORDS_LAYOUT, in_eight
 from recipes.casts.cast_float8_block_triton import block_scale
 from recipes.casts.cast_nvfp4_triton import place_of
@@ -110,7 +110,8 @@ def dactivation_blocks_gluon_kernel(
     first = gl.cast(first, gl.int64)
     height = gl.maximum(gl.minimum(left, _ROWS), 0)
     active = group < num_groups
-    boxes, ready = fetch(h, dact, first, first_column, height, COLUMNS, 8)
+    boxes, ready = empty_boxes(8)
+    fetch(h, dact, boxes, ready, first, first_column, height, COLUMNS, 8)
     parts = boxes._reinterpret(gl.uint32, [24, 32, 32], WORDS_LAYOUT)
     of_words: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [W, 1], [1, 0])
     lane = gl.arange(0, 32, gl.SliceLayout(1, of_words))
@@ -120,7 +121,7 @@ def dactivation_blocks_gluon_kernel(
             mbarrier.wait(ready.index(i), 0)
             compute(
                 parts, i, 8, 16 * i + lane % 16, gl.expand_dims(lane // 16 * 64, 1) + 2 * pair, lane // 16, height,
-                _WIDTH, active, first, first_column, T, COLUMNS, scales_ptr, dscales_ptr, dh_ptr,
+                _WIDTH, active, True, first, first_column, T, COLUMNS, scales_ptr, dscales_ptr, dh_ptr,
                 act_codes_ptr is not None, STEPS, BACKWARDS, CONSTANTS,
             )  # fmt: skip
         else:

@@ -27,7 +27,7 @@ from ops.kernels.elementwise.chain_cast import (
 )
 from ops.kernels.elementwise.share_sums import sum_shares
 from recipes.casts.cast_float8 import BLOCK as ALIGNMENT
-from recipes.casts.cast_float8 import few_programs, rows_that_meet, usual_rows
+from recipes.casts.cast_float8 import all_meet, few_programs, programs_of_groups, rows_that_meet, usual_rows
 from recipes.casts.scale_rules import Float32Scale
 from recipes.tensors.formats import ALL, Float8Format, ScaleSpec
 from recipes.tensors.quantizer import QuantizedBuffers
@@ -79,9 +79,12 @@ def casts_of(
     """The casts of dh and act with which a kernel here runs; None: none does. act's is of a columnwise copy alone."""
     if dh_into is None or not fits(dact, h, step):
         return None
-    cast = cast_into(dh_into, h, dact.shape[1], TILE)
-    if cast.how == "amax":  # they are found before
-        cast = cast_into(dh_into._replace(amaxes_are_known=True))._replace(tile=TILE)
+    finds = dh_into.meetings is not None and not dh_into.amaxes_are_known
+    cast = cast_into(dh_into._replace(amaxes_are_known=True))
+    if finds:  # at meetings, or by a launch before
+        rows, columns = dact.shape
+        meets = all_meet(h, rows, columns, num_groups(cast), TILE)
+        cast = cast._replace(how="meeting" if meets else "known", tile=TILE)
     act_cast = None if act_into is None else cast_into(act_into)
     casts = [cast] if act_cast is None else [cast, act_cast]
     if not in_groups(cast) or (act_cast is not None and act_cast.row_codes is not None):
@@ -150,13 +153,15 @@ def dactivation_cast(
             rows, columns, blocks, num_groups(cast), **constants, num_warps=8, maxnreg=128,
         )  # fmt: skip
     else:
-        tiles = row_tiles(cast, rows, TILE.block_m) * cdiv(columns, TILE.block_k)
-        if cast.tile is not None and rows > cast.most:
-            _find_amaxes(dact, h, step, scales, cast, tiles)
+        assert cast.offsets is not None, "`casts_of` says so"
+        meets = cast.how == "meeting"
+        if cast.tile is not None and not meets:
+            _find_amaxes(dact, h, step, scales, cast)
+        programs = programs_of_groups(h, rows, columns, cast.offsets, TILE, meets)
         _dactivation(
-            dact, tiles,
+            dact, programs.launched,
             *tensors, codes_of(cast), codes_of(act_cast), rows, columns, places_of(cast, act_cast), num_groups(cast),
-            cast.most, **constants, num_warps=TILE.num_warps, maxnreg=TILE.registers,
+            programs.most, programs.log2_rows, **constants, num_warps=TILE.num_warps, maxnreg=TILE.registers,
         )  # fmt: skip
     return dh, None if shares is None else sum_shares(shares)
 
@@ -191,14 +196,14 @@ def _launch_vectors(
     )  # fmt: skip
 
 
-def _find_amaxes(dact: Tensor, h: Tensor, step: Step, scales: Tensor | None, cast: Cast, tiles: int) -> None:
-    """Those of dh, of the groups that are too large to meet."""
+def _find_amaxes(dact: Tensor, h: Tensor, step: Step, scales: Tensor | None, cast: Cast) -> None:
+    """Those of dh of all groups."""
     rows, columns = dact.shape
     backward = {name: value for name, value in _functions(step, h.dtype).items() if name != "STEPS"}
     _amax(
-        dact, few_programs(h, tiles),
+        dact, row_tiles(cast, rows, TILE.block_m) * cdiv(columns, TILE.block_k),
         dact.view(torch.int32), h.view(torch.int32), scales, cast.meetings, cast.offsets, rows, columns,
-        num_groups(cast), cast.most, tiles, **backward, num_warps=TILE.num_warps,
+        num_groups(cast), **backward, num_warps=TILE.num_warps,
     )  # fmt: skip
 
 

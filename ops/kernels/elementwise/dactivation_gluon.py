@@ -27,29 +27,34 @@ from recipes.casts.cast_float8_triton import scale_of_amax
 from recipes.casts.float8_tiles_gluon import (
     larger_pair,
     largest,
-    largest_group,
-    rows_of,
     scale_of,
+    share_of_group,
     store_inverses,
     tile_of_rows,
     write_columns,
     write_rows,
 )
 from recipes.triton.barriers_gluon import barrier, invalidate
-from recipes.triton.meeting import amax_of_all, arrive, known_amax, meeting_of, raise_amax_at
+from recipes.triton.meeting import amax_of_all, arrive, meeting_of, raise_amax_at
 from recipes.triton.rounding import bfloat16_pairs, unpack_pairs
 
 _ROWS, _WIDTH = gl.constexpr(64), gl.constexpr(128)
 
 
 @gluon.jit
-def fetch(h, dact, first, first_column, height, COLUMNS, COUNT: gl.constexpr):
-    """Boxes of 16 rows of the two parts of h and of dact, COUNT of each, those that have one of the tile's `height`
-    rows on their way; and for each 16 rows a barrier."""
+def empty_boxes(COUNT: gl.constexpr):
+    """Memory of boxes of 16 rows of the two parts of h and of dact, COUNT of each; and for each 16 rows a barrier."""
     boxes = gl.allocate_shared_memory(gl.bfloat16, [3 * COUNT, 16, _WIDTH], BOX_LAYOUT)
     ready = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(ready.index(i), count=1)
+    return boxes, ready
+
+
+@gluon.jit
+def fetch(h, dact, boxes, ready, first, first_column, height, COLUMNS, COUNT: gl.constexpr):
+    """The boxes that have one of a tile's `height` rows are on their way. No thread reads them, and what threads wrote
+    to them is done."""
     fence_async_shared()
     barrier()
     row = first.to(gl.int32)
@@ -63,17 +68,16 @@ def fetch(h, dact, first, first_column, height, COLUMNS, COUNT: gl.constexpr):
         tma.async_copy_global_to_shared(
             dact, [row + 16 * i, first_column], ready.index(i), boxes.index(2 * COUNT + i), pred=has_some
         )  # fmt: skip
-    return boxes, ready
 
 
 @gluon.jit
 def compute(
-    parts, at, COUNT: gl.constexpr, rows, column, sixty_four, height, columns, active, first, first_column,
+    parts, at, COUNT: gl.constexpr, rows, column, sixty_four, height, columns, active, is_new, first, first_column,
     T, COLUMNS, scales_ptr, dscales_ptr, dh_ptr, NEEDS_ACT: gl.constexpr,
     STEPS: gl.constexpr, BACKWARDS: gl.constexpr, CONSTANTS: gl.constexpr,
 ):  # fmt: skip
     """The two parts of dh and act, in words of two columns, 0 where no group's rows are: in place of the parts of h and
-    of dact, which are number `at` of each COUNT in shared memory, and returned. dscales and dh are stored.
+    of dact, which are number `at` of each COUNT in shared memory, and returned. dscales and dh are stored if is_new.
 
     rows [R]: which of the tile, of which the first `height` are there; column [1 or R, 32]: which of its columns the
     words begin with; sixty_four: which 64 of the tile's columns they are of, or [R]
@@ -93,7 +97,8 @@ def compute(
         if dscales_ptr is not None:
             share = gl.sum(gl.where(inside, d0 * y0 + d1 * y1, 0.0), axis=1)
             block = gl.cast(first_column // 64 + sixty_four, gl.int64) * T
-            gl.store(dscales_ptr + (block + first + rows), share, mask=(rows < height) & (columns > 64 * sixty_four))
+            stored = (rows < height) & (columns > 64 * sixty_four) & is_new
+            gl.store(dscales_ptr + (block + first + rows), share, mask=stored)
     if scales_ptr is not None:
         scale = gl.load(scales_ptr + first + rows, mask=rows < height, other=0).to(gl.float32)
         scale = gl.expand_dims(scale, 1)
@@ -111,119 +116,121 @@ def compute(
     db = bfloat16_pairs(db0, db1)
     if dh_ptr is not None:
         there = dh_ptr + (gl.expand_dims(first + rows, 1) * COLUMNS + (first_column + column) // 2)
-        gl.store(there, da.to(gl.int32, bitcast=True), mask=inside)
-        gl.store(there + COLUMNS // 2, db.to(gl.int32, bitcast=True), mask=inside)
+        gl.store(there, da.to(gl.int32, bitcast=True), mask=inside & is_new)
+        gl.store(there + COLUMNS // 2, db.to(gl.int32, bitcast=True), mask=inside & is_new)
     da, db = gl.where(counts, da, 0), gl.where(counts, db, 0)
     parts.index(at).store(da)
     parts.index(COUNT + at).store(db)
     return da, db, y
 
 
-@gluon.jit(do_not_specialize=["num_groups", "most"])
+@gluon.jit(do_not_specialize=["num_groups", "programs", "LOG2_ROWS"])
 def dactivation_gluon_kernel(
-    dact, h, scales_ptr, dscales_ptr, dh_ptr, codes, act_codes, T, COLUMNS, places, num_groups, most,
+    dact, h, scales_ptr, dscales_ptr, dh_ptr, codes, act_codes, T, COLUMNS, places, num_groups, programs, LOG2_ROWS,
     STEPS: gl.constexpr, BACKWARDS: gl.constexpr, CONSTANTS: gl.constexpr, SOURCE: gl.constexpr,
     CAST: gl.constexpr, FORM: gl.constexpr, RULE: gl.constexpr,
     Y_CAST: gl.constexpr, Y_FORM: gl.constexpr, Y_RULE: gl.constexpr,
 ):  # fmt: skip
     """dact, h: descriptors of boxes of 16 rows and 128 columns. codes, act_codes, CAST and so on: as in `chain_triton`,
-    "given", "known" or "meeting"; act's are columnwise ones. Amaxes of groups with more than `most` rows, which do not
-    meet, are known. dh_ptr: None, or of words of two numbers. dscales_ptr: rows for 64 columns of act each."""
+    "given", "known" or "meeting"; act's are columnwise ones. dh_ptr: None, or of words of two numbers. dscales_ptr:
+    rows for 64 columns of act each. programs, LOG2_ROWS: as in `share_of_group`; without meetings one tile a program.
+    """
     row_codes_ptr, scale_inv_ptr, column_codes_ptr, _, source_ptr, amax_ptr, offsets_ptr, aligned_ptr = codes
     _, act_scale_inv_ptr, act_codes_ptr, _, act_source_ptr, act_amax_ptr, _, act_aligned_ptr = act_codes
     W: gl.constexpr = gl.num_warps()
     column_blocks = gl.cdiv(COLUMNS, _WIDTH)
-    first_column = gl.program_id(0) % column_blocks * _WIDTH
-    columns = COLUMNS - first_column
     if gl.program_id(0) == 0:
         store_inverses(scale_inv_ptr, source_ptr, offsets_ptr, T, num_groups, CAST, FORM, RULE)
         if act_codes_ptr is not None:
             store_inverses(act_scale_inv_ptr, act_source_ptr, offsets_ptr, T, num_groups, Y_CAST, Y_FORM, Y_RULE)
     any_aligned_ptr = act_aligned_ptr if aligned_ptr is None else aligned_ptr
-    group, first, end, place, left = tile_of_rows(
-        offsets_ptr, any_aligned_ptr, gl.program_id(0) // column_blocks, T, places, num_groups
+    group, worker, workers, begin, size, place, padded = share_of_group(
+        offsets_ptr, any_aligned_ptr, T, places, num_groups, column_blocks, programs, LOG2_ROWS
     )
-    height = gl.maximum(gl.minimum(end - first, _ROWS), 0).to(gl.int32)
     active = group < num_groups
-    if (height > 0) | (left > 0):
-        boxes, ready = fetch(h, dact, first, first_column, height, COLUMNS, 4)
-        if CAST == "meeting":
-            size = rows_of(offsets_ptr, group, T, num_groups)
+    tiles = gl.cdiv(gl.maximum(size, padded), _ROWS) * column_blocks
+    if worker < gl.minimum(workers, tiles):
+        boxes, ready = empty_boxes(4)
         parts = boxes._reinterpret(gl.uint32, [24, 16, 32], WORDS_LAYOUT)
+        words = boxes._reinterpret(gl.uint32, [12, 32, 32], WORDS_LAYOUT)
+        regions = boxes._reinterpret(gl.uint32, [3, 128, 32], WORDS_LAYOUT)
         of_words: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [W, 1], [1, 0])
         lane = gl.arange(0, 16, gl.SliceLayout(1, of_words))
         pair = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, of_words)), 0)
         peak = gl.full([16, 32], 0, gl.uint32, of_words)
         act_peak = peak
-        for j in range(8):  # 16 rows of 64 columns at a time
-            if height > j // 2 * 16:
-                mbarrier.wait(ready.index(j // 2), 0)
+        dh_scale = 1.0
+        further = 0  # tiles of this program, which it computes twice
+        if CAST == "meeting":
+            further = (tiles - 1 - worker) // workers
+        for step in range(2 * further + 1):  # the further ones, the first, and them again, the last one first
+            tile = worker + workers * gl.maximum(further - step, step - further)
+            is_new = step <= further
+            row = tile // column_blocks * _ROWS
+            first = (begin + row).to(gl.int64)
+            first_column = tile % column_blocks * _WIDTH
+            columns = COLUMNS - first_column
+            height = gl.maximum(gl.minimum(size - row, _ROWS), 0)
+            left = gl.maximum(gl.minimum(padded - row, _ROWS), 0)
+            at = (place + row).to(gl.int64)
+            fetch(h, dact, boxes, ready, first, first_column, _ROWS, COLUMNS, 4)  # whole, so that phases alternate
+            for j in range(8):  # 16 rows of 64 columns at a time
+                mbarrier.wait(ready.index(j // 2), step % 2)
                 da, db, y = compute(
-                    parts, j, 8, j // 2 * 16 + lane, j % 2 * 64 + 2 * pair, j % 2, height, columns, active, first,
-                    first_column, T, COLUMNS, scales_ptr, dscales_ptr, dh_ptr, act_codes_ptr is not None,
+                    parts, j, 8, j // 2 * 16 + lane, j % 2 * 64 + 2 * pair, j % 2, height, columns, active, is_new,
+                    first, first_column, T, COLUMNS, scales_ptr, dscales_ptr, dh_ptr, act_codes_ptr is not None,
                     STEPS, BACKWARDS, CONSTANTS,
                 )  # fmt: skip
                 peak = larger_pair(peak, larger_pair(da, db))
                 if act_codes_ptr is not None:
                     act_peak = larger_pair(act_peak, y)
-            else:
-                nothing = gl.full([16, 32], 0, gl.uint32, of_words)
-                parts.index(j).store(nothing)
-                parts.index(8 + j).store(nothing)
-                parts.index(16 + j).store(nothing)
-        barrier()
-        has_rows = active & (height > 0)
-        if has_rows:
-            if CAST == "meeting":
-                if size <= most:
+            barrier()
+            has_all = active & (step == further)
+            if has_all:
+                if CAST == "meeting":
                     arrive(meeting_of(source_ptr, group), largest(peak))
-            elif amax_ptr is not None:
-                raise_amax_at(amax_ptr + group, largest(peak), None)
-        regions = boxes._reinterpret(gl.uint32, [3, 128, 32], WORDS_LAYOUT)
-        if act_codes_ptr is not None:
-            if has_rows:
-                if act_amax_ptr is not None:
-                    raise_amax_at(act_amax_ptr + group, largest(act_peak), None)
-            act_scale = scale_of(act_source_ptr, group, active, Y_CAST, Y_FORM, Y_RULE)
-            write_columns(
-                regions.index(2), act_scale, act_codes_ptr.to(gl.pointer_type(gl.int64)), first_column, columns, place,
-                left, places, Y_FORM,
-            )  # fmt: skip
-        dh_scale = 1.0
-        if CAST != "meeting":
-            dh_scale = scale_of(source_ptr, group, active, CAST, FORM, RULE)
-        elif has_rows:
-            if size <= most:
-                programs = (gl.cdiv(size, _ROWS) * column_blocks).to(gl.int32)
-                amax = amax_of_all(meeting_of(source_ptr, group), programs)
-            else:
-                amax = known_amax(meeting_of(source_ptr, group), True)
-            dh_scale = scale_of_amax(amax, RULE[1], FORM, RULE[0])
-            first_of_group = (first == gl.load(offsets_ptr + group)) & (first_column == 0)
-            gl.store(scale_inv_ptr + group, gl.div_rn(1.0, dh_scale), mask=first_of_group)
-        words = boxes._reinterpret(gl.uint32, [12, 32, 32], WORDS_LAYOUT)
-        for part in gl.static_range(2):
-            if row_codes_ptr is not None:
-                for i in range(4):
-                    if height > 16 * i:
-                        write_rows(
-                            words.index(4 * part + i), dh_scale, row_codes_ptr.to(gl.pointer_type(gl.int32)),
-                            first + 16 * i, part * COLUMNS + first_column, columns, height - 16 * i, 2 * COLUMNS, FORM,
+                elif amax_ptr is not None:
+                    raise_amax_at(amax_ptr + group, largest(peak), None)
+            if act_codes_ptr is not None:
+                if has_all:
+                    if act_amax_ptr is not None:
+                        raise_amax_at(act_amax_ptr + group, largest(act_peak), None)
+                if is_new:
+                    act_scale = scale_of(act_source_ptr, group, active, Y_CAST, Y_FORM, Y_RULE)
+                    write_columns(
+                        regions.index(2), act_scale, act_codes_ptr.to(gl.pointer_type(gl.int64)), first_column, columns,
+                        at, left, places, Y_FORM,
+                    )  # fmt: skip
+            if CAST != "meeting":
+                dh_scale = scale_of(source_ptr, group, active, CAST, FORM, RULE)
+            elif has_all:
+                amax = amax_of_all(meeting_of(source_ptr, group), gl.minimum(workers, tiles))
+                dh_scale = scale_of_amax(amax, RULE[1], FORM, RULE[0])
+                gl.store(scale_inv_ptr + group, gl.div_rn(1.0, dh_scale), mask=worker == 0)
+            if step >= further:
+                for part in gl.static_range(2):
+                    if row_codes_ptr is not None:
+                        for i in range(4):
+                            if height > 16 * i:
+                                write_rows(
+                                    words.index(4 * part + i), dh_scale, row_codes_ptr.to(gl.pointer_type(gl.int32)),
+                                    first + 16 * i, part * COLUMNS + first_column, columns, height - 16 * i,
+                                    2 * COLUMNS, FORM,
+                                )  # fmt: skip
+                    if column_codes_ptr is not None:
+                        write_columns(
+                            regions.index(part), dh_scale, column_codes_ptr.to(gl.pointer_type(gl.int64)),
+                            part * COLUMNS + first_column, columns, at, left, places, FORM,
                         )  # fmt: skip
-            if column_codes_ptr is not None:
-                write_columns(
-                    regions.index(part), dh_scale, column_codes_ptr.to(gl.pointer_type(gl.int64)),
-                    part * COLUMNS + first_column, columns, place, left, places, FORM,
-                )  # fmt: skip
         invalidate(ready)
 
 
-@gluon.jit(do_not_specialize=["T", "num_groups", "most", "tiles"])
+@gluon.jit(do_not_specialize=["T", "num_groups"])
 def dactivation_amax_gluon_kernel(
-    dact_ptr, h_ptr, scales_ptr, meetings_ptr, offsets_ptr, T, COLUMNS, num_groups, most, tiles,
+    dact_ptr, h_ptr, scales_ptr, meetings_ptr, offsets_ptr, T, COLUMNS, num_groups,
     BACKWARDS: gl.constexpr, CONSTANTS: gl.constexpr, SOURCE: gl.constexpr,
 ):  # fmt: skip
-    """Raises the amaxes of dh of the groups with more than `most` rows. dact_ptr, h_ptr: of words of two numbers.
+    """Raises the amaxes of dh of all groups. dact_ptr, h_ptr: of words of two numbers.
 
     From the last tile to the first, which the kernel that casts then finds in L2.
     """
@@ -234,34 +241,32 @@ def dactivation_amax_gluon_kernel(
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])
     lane = gl.arange(0, 16, gl.SliceLayout(1, layout))
     column = 2 * gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, layout)), 0)
-    if largest_group(offsets_ptr, T, num_groups) <= most:
-        tiles = 0
-    for step in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        tile = tiles - 1 - step
-        first_column = tile % column_blocks * _WIDTH
-        group, first, end, _place, _left = tile_of_rows(offsets_ptr, None, tile // column_blocks, T, 0, num_groups)
-        height = gl.minimum(end - first, _ROWS)
-        if (height > 0) & (group < num_groups):
-            if rows_of(offsets_ptr, group, T, num_groups) > most:
-                peak = gl.full([16, 64], 0, gl.uint32, layout)
-                for i in range(4):
-                    rows = 16 * i + lane
-                    inside = gl.expand_dims(rows < height, 1) & (column < COLUMNS - first_column)
-                    at = gl.expand_dims(first + rows, 1) * COLUMNS + (first_column + column) // 2
-                    d = gl.load(
-                        dact_ptr + (at - gl.expand_dims(first + rows, 1) * (COLUMNS // 2)), mask=inside, other=0
-                    )
-                    a = gl.load(h_ptr + at, mask=inside, other=0)
-                    b = gl.load(h_ptr + (at + COLUMNS // 2), mask=inside, other=0)
-                    d0, d1 = unpack_pairs(d.to(gl.uint32, bitcast=True))
-                    a0, a1 = unpack_pairs(a.to(gl.uint32, bitcast=True))
-                    b0, b1 = unpack_pairs(b.to(gl.uint32, bitcast=True))
-                    if scales_ptr is not None:
-                        scale = gl.load(scales_ptr + first + rows, mask=rows < height, other=0).to(gl.float32)
-                        d0 *= gl.expand_dims(scale, 1)
-                        d1 *= gl.expand_dims(scale, 1)
-                    da0, db0 = BACKWARDS[0](d0, a0, b0, A, B, C)
-                    da1, db1 = BACKWARDS[0](d1, a1, b1, A, B, C)
-                    found = larger_pair(bfloat16_pairs(da0, da1), bfloat16_pairs(db0, db1))
-                    peak = larger_pair(peak, gl.where(inside, found, 0))
-                raise_amax_at(meeting_of(meetings_ptr, group), largest(peak), None)
+    tile = gl.num_programs(0) - 1 - gl.program_id(0)
+    first_column = tile % column_blocks * _WIDTH
+    group, first, height, _place, _left, _begin, _size = tile_of_rows(
+        offsets_ptr, None, tile // column_blocks, T, 0, num_groups
+    )
+    if (height > 0) & (group < num_groups):
+        peak = gl.full([16, 64], 0, gl.uint32, layout)
+        dact_ptr += first * (COLUMNS // 2)
+        h_ptr += first * COLUMNS
+        for i in range(4):
+            rows = 16 * i + lane
+            inside = gl.expand_dims(rows < height, 1) & (column < COLUMNS - first_column)
+            at = gl.expand_dims(rows, 1) * (COLUMNS // 2) + (first_column + column) // 2
+            at_h = at + gl.expand_dims(rows, 1) * (COLUMNS // 2)
+            d = gl.load(dact_ptr + at, mask=inside, other=0)
+            a = gl.load(h_ptr + at_h, mask=inside, other=0)
+            b = gl.load(h_ptr + (at_h + COLUMNS // 2), mask=inside, other=0)
+            d0, d1 = unpack_pairs(d.to(gl.uint32, bitcast=True))
+            a0, a1 = unpack_pairs(a.to(gl.uint32, bitcast=True))
+            b0, b1 = unpack_pairs(b.to(gl.uint32, bitcast=True))
+            if scales_ptr is not None:
+                scale = gl.load(scales_ptr + first + rows, mask=rows < height, other=0).to(gl.float32)
+                d0 *= gl.expand_dims(scale, 1)
+                d1 *= gl.expand_dims(scale, 1)
+            da0, db0 = BACKWARDS[0](d0, a0, b0, A, B, C)
+            da1, db1 = BACKWARDS[0](d1, a1, b1, A, B, C)
+            found = larger_pair(bfloat16_pairs(da0, da1), bfloat16_pairs(db0, db1))
+            peak = larger_pair(peak, gl.where(inside, found, 0))
+        raise_amax_at(meeting_of(meetings_ptr, group), largest(peak), None)

@@ -12,12 +12,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ops.kernels.elementwise.dactivation_gluon import compute, fetch
+from ops.kernels.elementwise.dactivation_gluon import compute, empty_boxes, fetch
 from recipes.casts.boxes_gluon import WORDS_LAYOUT
 from recipes.casts.float8_tiles_gluon import (
     larger_pair,
     largest_group,
-    rows_of,
     tile_of_rows,
     write_columns,
     write_rows,
@@ -55,14 +54,13 @@ def dactivation_vectors_gluon_kernel(
         store_scales_of_empty(column_scale_ptr, offsets_ptr, T, 2 * COLUMNS, num_groups, FORM, RULE)
     if act_codes_ptr is not None:
         store_scales_of_empty(act_scale_ptr, offsets_ptr, T, COLUMNS, num_groups, Y_FORM, Y_RULE)
-    group, first, end, place, left = tile_of_rows(
+    group, first, height, place, left, begin, size = tile_of_rows(
         offsets_ptr, aligned_ptr, gl.program_id(0) // column_blocks, T, places, num_groups
     )
-    height = gl.maximum(gl.minimum(end - first, _ROWS), 0).to(gl.int32)
     active = group < num_groups
     if (height > 0) | (left > 0):
-        boxes, ready = fetch(h, dact, first, first_column, height, COLUMNS, 4)
-        size = rows_of(offsets_ptr, group, T, num_groups)
+        boxes, ready = empty_boxes(4)
+        fetch(h, dact, boxes, ready, first, first_column, height, COLUMNS, 4)
         meets = active & (height > 0) & (size <= most)
         parts = boxes._reinterpret(gl.uint32, [24, 16, 32], WORDS_LAYOUT)
         of_words: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -73,7 +71,7 @@ def dactivation_vectors_gluon_kernel(
                 mbarrier.wait(ready.index(j // 2), 0)
                 rows = j // 2 * 16 + lane
                 da, db, _ = compute(
-                    parts, j, 8, rows, j % 2 * 64 + 2 * pair, j % 2, height, columns, active, first, first_column,
+                    parts, j, 8, rows, j % 2 * 64 + 2 * pair, j % 2, height, columns, active, True, first, first_column,
                     T, COLUMNS, scales_ptr, dscales_ptr, dh_ptr, act_codes_ptr is not None,
                     STEPS, BACKWARDS, CONSTANTS,
                 )  # fmt: skip
@@ -96,7 +94,7 @@ def dactivation_vectors_gluon_kernel(
                 raise_amaxes_of_columns(act_amax_ptr + of_group, regions.index(2), columns)
             barrier()
             meet(meetings_ptr, group, size, column_blocks)
-        first_of_group = active & (first == gl.load(offsets_ptr + group))
+        first_of_group = active & (first == begin)
         if act_codes_ptr is not None:
             act_scales = scales_of_columns(
                 act_amax_ptr + of_group, act_scale_ptr + of_group, gl.where(active, columns, 0), first_of_group,
@@ -152,21 +150,24 @@ def dactivation_vector_amaxes_gluon_kernel(
     for step in range(gl.program_id(0), tiles, gl.num_programs(0)):
         tile = tiles - 1 - step
         first_column = tile % column_blocks * _WIDTH
-        group, first, end, _place, _left = tile_of_rows(offsets_ptr, None, tile // column_blocks, T, 0, num_groups)
-        height = gl.minimum(end - first, _ROWS)
+        group, first, height, _place, _left, _begin, size = tile_of_rows(
+            offsets_ptr, None, tile // column_blocks, T, 0, num_groups
+        )
         if (height > 0) & (group < num_groups):
-            if rows_of(offsets_ptr, group, T, num_groups) > most:
+            if size > most:
                 of_a = gl.full([8, 64], 0, gl.uint32, layout)
                 of_b = of_a
                 of_act = of_a
                 for i in range(8):  # more rows at a time take registers
                     rows = 8 * i + lane
                     inside = gl.expand_dims(rows < height, 1) & (column < COLUMNS - first_column)
-                    at = gl.expand_dims(first + rows, 1) * COLUMNS + (first_column + column) // 2
-                    at_dact = at - gl.expand_dims(first + rows, 1) * (COLUMNS // 2)
-                    d0, d1 = unpack_pairs(gl.load(dact_ptr + at_dact, mask=inside, other=0).to(gl.uint32, bitcast=True))
-                    a0, a1 = unpack_pairs(gl.load(h_ptr + at, mask=inside, other=0).to(gl.uint32, bitcast=True))
-                    b = gl.load(h_ptr + (at + COLUMNS // 2), mask=inside, other=0)
+                    at = gl.expand_dims(rows, 1) * (COLUMNS // 2) + (first_column + column) // 2
+                    at_h = at + gl.expand_dims(rows, 1) * (COLUMNS // 2)
+                    d = gl.load(dact_ptr + first * (COLUMNS // 2) + at, mask=inside, other=0)
+                    a = gl.load(h_ptr + first * COLUMNS + at_h, mask=inside, other=0)
+                    b = gl.load(h_ptr + (first * COLUMNS + COLUMNS // 2) + at_h, mask=inside, other=0)
+                    d0, d1 = unpack_pairs(d.to(gl.uint32, bitcast=True))
+                    a0, a1 = unpack_pairs(a.to(gl.uint32, bitcast=True))
                     b0, b1 = unpack_pairs(b.to(gl.uint32, bitcast=True))
                     if scales_ptr is not None:
                         scale = gl.load(scales_ptr + first + rows, mask=rows < height, other=0).to(gl.float32)
