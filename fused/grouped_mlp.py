@@ -215,7 +215,7 @@ class GroupedMLP(FusedOperation):
         dh_copies = {"rowwise": fc1_ctx.needs.input, "columnwise": fc1.needs_weight_grad(fc1_ctx)}
         gradients = fc1_ctx.quantizer(Role.GRAD_OUTPUT) if any(dh_copies.values()) else None
         alone = False
-        if not reads_act and (wgrad or dh_copies["columnwise"]) and fits(dact, saved.h, step):
+        if not reads_act and (wgrad or dh_copies["columnwise"]) and fits(step, saved.h, dact):
             quantizers = (gradients, inputs) if wgrad else (gradients,)
             alone = casts_in_backward(step, dact.dtype, dact.shape[1], dact.device, *quantizers)
         if wgrad:

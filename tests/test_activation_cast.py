@@ -451,7 +451,7 @@ def test_tensors_without_numbers_are_asked_for_no_address(monkeypatch):
         monkeypatch.setattr(module, "runs_gluon", lambda device: True)
     with FakeTensorMode():
         h, dact = (torch.empty(8, n, dtype=torch.bfloat16, device="cuda") for n in (64, 32))
-        assert not dactivation_cast.fits(dact, h, activations.activation_step(Activation("swiglu"), True))
+        assert not dactivation_cast.fits(activations.activation_step(Activation("swiglu"), True), h, dact)
         assert not cast_float8.meets_in_gluon(torch.empty(1, 8, 64, dtype=torch.bfloat16, device="cuda"), None)
 
 

@@ -157,6 +157,18 @@ def test_groups_meet_beside_larger_ones(monkeypatch, copies, columns, dtype):
             check("cuda", x, sizes=sizes, rule=rule, rowwise=copies[0], columnwise=copies[1])
 
 
+def check_met(x, **about):
+    """Bits of the kernel in Gluon, in which groups meet, and of those in Triton, which references check."""
+    cast = partial(kernels.cast_float8_on_triton, x, **about)
+    with patch.object(kernels, "meets_in_gluon", lambda *about: False):
+        expected = cast()
+    with patch.object(kernels, "_cast_float8_gluon", wraps=kernels._cast_float8_gluon) as met:
+        for _ in range(3):
+            for mine, other in zip(cast(), expected, strict=True):
+                assert mine is other or torch.equal(mine.view(torch.uint8), other.view(torch.uint8)), x.shape
+    assert met.call_count == 3
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("copies", [(True, True), (True, False), (False, True)], ids=["both", "row", "column"])
 @pytest.mark.parametrize("programs", [1, 3, 40])
@@ -165,37 +177,32 @@ def test_programs_share_the_tiles_of_large_groups(monkeypatch, copies, programs)
     monkeypatch.setattr(kernels, "most_programs", lambda *about: programs)
     monkeypatch.setattr(kernels, "MOST_TILES", 10**6)
     about = {"rowwise": copies[0], "columnwise": copies[1]}
+    rules = Float32Scale(), Float32Scale(power_2=True, amax_epsilon=0.5)
     for columns in (16, 208, 528, 4112):
         at_random = torch.randint(0, 900, (30,)).tolist()
         for sizes in (at_random, [3, 0, 150, 64, 65, *[9] * 20], [64] * 9, [0] * 7, [0, 1000, *[0] * 20]):
-            x = wide_range(sum(sizes) + 100, columns)
+            x = wide_range(sum(sizes) + 100, columns).cuda()
             x[sum(sizes) :] = NAN
-            with patch.object(kernels, "_cast_float8_gluon", wraps=kernels._cast_float8_gluon) as met:
-                check("cuda", x, sizes=sizes, rule=Float32Scale(power_2=True, amax_epsilon=0.5), **about)
-                check("cuda", x, sizes=sizes, **about)
-            assert met.call_count == 2
-        with patch.object(kernels, "_cast_float8_gluon", wraps=kernels._cast_float8_gluon) as met:
-            check("cuda", wide_range(5, 384, columns), stacked=True, **about)
-        assert met.called
+            splits = Splits.make(sizes, rows=len(x), device="cuda")
+            for rule in rules:
+                check_met(x, spec=per_tensor(E4M3, rule), splits=splits, **about)
+        w = wide_range(5, 384, columns).cuda()
+        check_met(w, spec=per_tensor(E5M2, rules[0]), stacked=True, **about)
 
 
 @pytest.mark.gpu
 def test_more_programs_meet_than_a_gpu_holds():
-    """Bits of the kernels in Triton, for weights and rows of a model's size, small groups and shared ones."""
-    sizes = torch.randint(0, 1536, (64,)).tolist()
+    """Weights and rows of a model's size: groups that meet one after the other, and shared ones."""
+    at_random = torch.randint(0, 1536, (64,)).tolist()
     skewed = [12000, 9000, 5000, *torch.randint(0, 700, (61,)).tolist()]
-    spec, cases = per_tensor(E4M3, Float32Scale()), [((64, 2816, 2048), None), ((8, 4096, 7168), None)]
-    for rows in (sizes, skewed):
-        cases += [((sum(rows) + 50, columns), rows) for columns in (1408, 2048, 7168)]
-    for shape, rows in cases:
-        x = torch.randn(shape, device="cuda").bfloat16()
-        about = {"stacked": True} if rows is None else {"splits": Splits.make(rows, rows=len(x), device="cuda")}
-        cast = partial(kernels.cast_float8_on_triton, x, spec, rowwise=True, columnwise=True, **about)
-        with patch.object(kernels, "meets_in_gluon", lambda *about: False):
-            expected = cast()
-        for _ in range(5):
-            for mine, other in zip(cast(), expected, strict=True):
-                assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8)), shape
+    about = {"spec": per_tensor(E4M3, Float32Scale()), "rowwise": True, "columnwise": True}
+    for shape in ((64, 2816, 2048), (8, 3072, 7168)):
+        check_met(torch.randn(shape, device="cuda").bfloat16(), stacked=True, **about)
+    for sizes in (at_random, skewed):
+        rows = sum(sizes) + 50
+        splits = Splits.make(sizes, rows=rows, device="cuda")
+        for columns in (1408, 2048, 7168):
+            check_met(torch.randn(rows, columns, device="cuda").bfloat16(), splits=splits, **about)
 
 
 @pytest.mark.rest

@@ -822,6 +822,8 @@ def launch_mode(mode: str, arch: int) -> None:
         with meetings_of(MANY_ROWS):
             for copies in ((True, True), (True, False), (False, True)):
                 made = dict(zip(("rowwise", "columnwise"), copies, strict=True))
+                into = CurrentScalingQuantizer(E4M3).empty_grouped(dact.shape, dact.dtype, splits, **made)
+                activation.activation_cast(h, Activation("swiglu"), torch.empty(MANY_ROWS), into)
                 cast_float8.cast_float8_on_triton(h, per_tensor(E4M3, Float32Scale()), splits=splits, **made)
                 if made["columnwise"]:
                     vectors = RowwiseScalingQuantizer(E4M3).spec
@@ -902,7 +904,9 @@ def test_kernels_in_gluon_compile_for_hopper_with_each_release(every, cache):
     reports = compiled(GLUON, 90, cache, every)
     products = {"m_grouped_gluon_kernel", "k_grouped_gluon_kernel", "k_grouped_float8_gluon_kernel"}
     casts = {"cast_nvfp4_gluon_kernel", "cast_float8_gluon_kernel", "cast_float8_vectors_gluon_kernel"}
-    casts |= {f"dactivation_{kind}gluon_kernel" for kind in ("", "amax_", "blocks_", "vectors_", "vector_amaxes_")}
+    casts |= {"activation_gluon_kernel"} | {
+        f"dactivation_{kind}gluon_kernel" for kind in ("", "amax_", "blocks_", "vectors_", "vector_amaxes_")
+    }
     assert products | casts <= {report["kernel"] for report in reports}
     for report in reports:
         assert report["shared_bytes"] <= LIMITS[90] and not report["spilled_bytes"] and not report["warnings"], report

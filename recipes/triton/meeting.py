@@ -5,8 +5,9 @@
     amax = amax_of_all(meeting_ptr, programs)          wait until so many have arrived
 
 So a tensor whose scale follows from its amax is read once. A program waits for later ones, which therefore have to fit
-on the GPU beside it: the host lets a group meet only if it has at most `most_rows`, half of what the GPU holds at once,
-so that two launches may wait side by side; nothing here casts on more streams. Larger groups find their amaxes by a
+on the GPU beside it: programs of a group are at most `most_programs`, half of what the GPU holds at once, so that two
+launches may wait side by side; nothing here casts on more streams. In kernels in Gluon so many share the tiles of a
+large group, and read all but one of their tiles twice; in others a group of more than `most_rows` finds its amax by a
 launch before, into the same memory (`known_amax`).
 
 Each group has 128 bytes of its own, and one thread of a program polls, rarely: where all threads polled counters that

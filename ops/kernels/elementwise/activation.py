@@ -48,6 +48,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from ops.kernels.elementwise.activation_cast import cast_of, launch_activation_cast
 from ops.kernels.elementwise.activation_functions import RULES, Constants
 from ops.kernels.elementwise.chain import Step, delementwise, elementwise, elementwise_cast, runs_triton
 from ops.kernels.elementwise.chain_cast import Cast, cast_from_memory, cast_into, stores_values
@@ -168,10 +169,14 @@ def _activation_on_triton(h: Tensor, spec: Activation, scales: Tensor | None) ->
 def activation_cast(h: Tensor, spec: Activation, scales: Tensor | None, into: QuantizedBuffers) -> None:
     """`activation`, bit for bit quantized into these buffers. Only for non-empty CUDA tensors."""
     check_activation(h.shape, spec, scales)
-    shape = activation_shape(h.shape, spec)
+    shape, step = activation_shape(h.shape, spec), activation_step(spec, scales is not None)
+    in_gluon = cast_of(h, step, into)
+    if in_gluon is not None:
+        _activation_in_gluon(h, spec, scales, in_gluon)
+        return
     cast = cast_into(into, h, shape[-1], _meeting_tile(spec, backward=False))
     act = h.new_empty(shape) if stores_values(cast, h.shape[0]) else None
-    elementwise_cast(h, cast, (activation_step(spec, scales is not None),), (scales,), out=act)
+    elementwise_cast(h, cast, (step,), (scales,), out=act)
     if act is not None:
         cast_from_memory(act, into, cast)
 
@@ -272,6 +277,11 @@ def _dactivation_on_triton(
     )  # fmt: skip
     d_row = found.operands[0]
     return found.dx, None if d_row is None or scales is None else d_row.to(scales.dtype), found.y
+
+
+@replayed
+def _activation_in_gluon(h: Tensor, spec: Activation, scales: Tensor | None, cast: Cast) -> None:
+    launch_activation_cast(h, activation_step(spec, scales is not None), scales, cast)
 
 
 @replayed

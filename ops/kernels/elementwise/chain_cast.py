@@ -10,8 +10,8 @@ Scales of groups that follow from amaxes are
               larger ones are stored and cast from memory
     amax      most groups are too large: the kernel finds the amaxes and stores the values, which are cast from memory
 
-To compute the chain twice instead takes as long as the last way on an H200. Backward of gated activations in bfloat16
-on Hopper has kernels of its own (`dactivation_cast.py`), and there it is computed twice.
+To compute the chain twice instead takes as long as the last way on an H200. Gated activations in bfloat16 on Hopper
+have kernels of their own (`activation_cast.py`, `dactivation_cast.py`), in which groups of all sizes meet.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from recipes.casts.cast_float8 import BLOCK, cast_from_meetings, finds_amaxes, format_of, rows_that_meet, usual_rows
+from recipes.casts.cast_float8 import (
+    BLOCK,
+    all_meet,
+    cast_from_meetings,
+    finds_amaxes,
+    format_of,
+    rows_that_meet,
+    usual_rows,
+)
 from recipes.casts.layout import Copies
 from recipes.casts.scale_rules import E8M0Scale, Float32Scale, GivenScale
 from recipes.tensors.formats import ALL, Float8Format, ScaleRule, ScaleSpec
@@ -95,6 +103,16 @@ def cast_into(
         if most is not None:
             return cast._replace(how="meeting", tile=tile, most=most)
     return Cast(None, None, None, None, spec, None, None, offsets, None, buffers.meetings, "amax")
+
+
+def at_meetings(buffers: QuantizedBuffers, x: Tensor, columns: int, tile: MeetingTile) -> Cast | None:
+    """The cast that fills them by a kernel in Gluon, in which groups of all sizes meet: "meeting", or "known" if a
+    launch has to find the amaxes before (`all_meet`). None: scales do not follow from amaxes that are to be found."""
+    if buffers.meetings is None or buffers.amaxes_are_known:
+        return None
+    cast = cast_into(buffers._replace(amaxes_are_known=True))
+    meets = all_meet(x, x.shape[0], columns, num_groups(cast), tile)
+    return cast._replace(how="meeting" if meets else "known", tile=tile)
 
 
 def stores_values(cast: Cast | None, rows: int) -> bool:

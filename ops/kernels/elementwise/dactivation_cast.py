@@ -1,9 +1,9 @@
 """`dactivation` of gated bfloat16 activations on Hopper, with dh and act quantized by kernels in Gluon.
 
-To FP8 with one scale a group, which is given, known, or follows from dh's amax, or with one for each row and column:
-groups that are small enough find amaxes at meetings; of larger ones dh is computed twice, the first time for its
-amaxes alone. Or with a scale for each 128 values. What is not taken here the element-wise kernel does (`chain.py`), or
-a cast from memory.
+To FP8 with one scale a group, which is given, known, or follows from dh's amax at a meeting; where most groups are very
+large, dh is computed before for its amaxes alone (`all_meet`). With a scale for each row and column: groups that are
+small enough find amaxes at meetings, and of larger ones dh is computed twice. Or with a scale for each 128 values. What
+is not taken here the element-wise kernel does (`chain.py`), or a cast from memory.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from ops.kernels.elementwise.chain import Step, backward_constants, chain_constants, runs_triton
 from ops.kernels.elementwise.chain_cast import (
     Cast,
+    at_meetings,
     cast_constants,
     cast_into,
     codes_of,
@@ -27,7 +28,7 @@ from ops.kernels.elementwise.chain_cast import (
 )
 from ops.kernels.elementwise.share_sums import sum_shares
 from recipes.casts.cast_float8 import BLOCK as ALIGNMENT
-from recipes.casts.cast_float8 import all_meet, few_programs, programs_of_groups, rows_that_meet, usual_rows
+from recipes.casts.cast_float8 import few_programs, programs_of_groups, rows_that_meet, usual_rows
 from recipes.casts.scale_rules import Float32Scale
 from recipes.tensors.formats import ALL, Float8Format, ScaleSpec
 from recipes.tensors.quantizer import QuantizedBuffers
@@ -62,29 +63,26 @@ def fits_gluon(dtype: torch.dtype, columns: int, step: Step, device: torch.devic
     return runs_gluon(device)
 
 
-def fits(dact: Tensor, h: Tensor, step: Step) -> bool:
-    """Whether they are, for these tensors."""
-    if dact.ndim != 2 or dact.dtype != h.dtype or torch.compiler.is_compiling() or not runs_triton(dact, h):
+def fits(step: Step, h: Tensor, *others: Tensor) -> bool:
+    """Whether they are, for these tensors: h, and others of its dtype."""
+    tensors = h, *others
+    if torch.compiler.is_compiling() or not runs_triton(*tensors):
         return False
     if not has_work(h):  # it may have no address
         return False
-    if any(not x.is_contiguous() or x.data_ptr() % 16 for x in (dact, h)):  # the copy engine reads them
-        return False
-    return fits_gluon(h.dtype, dact.shape[1], step, h.device)
+    for x in tensors:
+        if x.ndim != 2 or x.dtype != h.dtype or not x.is_contiguous() or x.data_ptr() % 16:  # the copy engine reads it
+            return False
+    return fits_gluon(h.dtype, h.shape[1] // 2, step, h.device)
 
 
 def casts_of(
     dact: Tensor, h: Tensor, step: Step, dh_into: QuantizedBuffers | None, act_into: QuantizedBuffers | None
 ) -> tuple[Cast, Cast | None] | None:
     """The casts of dh and act with which a kernel here runs; None: none does. act's is of a columnwise copy alone."""
-    if dh_into is None or not fits(dact, h, step):
+    if dh_into is None or not fits(step, h, dact):
         return None
-    finds = dh_into.meetings is not None and not dh_into.amaxes_are_known
-    cast = cast_into(dh_into._replace(amaxes_are_known=True))
-    if finds:  # at meetings, or by a launch before
-        rows, columns = dact.shape
-        meets = all_meet(h, rows, columns, num_groups(cast), TILE)
-        cast = cast._replace(how="meeting" if meets else "known", tile=TILE)
+    cast = at_meetings(dh_into, h, dact.shape[1], TILE) or cast_into(dh_into)
     act_cast = None if act_into is None else cast_into(act_into)
     casts = [cast] if act_cast is None else [cast, act_cast]
     if not in_groups(cast) or (act_cast is not None and act_cast.row_codes is not None):
