@@ -11,6 +11,7 @@ stays inside of it, but for the names in its `exports`. It is flattened where no
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -100,7 +101,8 @@ class Layout:
     consumed: the names that the caller gives; produced: those that it may be given
 
     Raises ValueError if a module consumes a name that only a later one produces, if nothing in the Sequential makes one
-    of its `exports`, or if the feature sizes of neighbours (`features`) do not match.
+    of its `exports`, or if the feature sizes of neighbours (`features`) do not match. Warns where rows are summed whose
+    weights nothing has read (`NamedExtras.weights_of_rows`).
     """
 
     def __init__(self, sequential: Container) -> None:
@@ -131,6 +133,7 @@ class Layout:
         check_exports(sequential.exports, self.produced)
         self.consumed = self._check_names()
         self._check_features()
+        self._check_weights()
         later: set[str] = set()
         self.passed_on: list[tuple[str, ...]] = []
         for stage in reversed(self.stages):
@@ -325,6 +328,33 @@ class Layout:
                 "operation to the front, or give one of the two another name, with rename_extras."
             )
         return tuple(consumed)
+
+    def _check_weights(self) -> None:
+        unread: dict[str, tuple[str, str]] = {}  # of what rows are summed by: their weights, and who makes these
+        activation = ""  # that the rows went through
+        for stage in self.stages:
+            modules: list[tuple[str, Any]] = [(stage.label, stage.runner)]
+            if isinstance(stage.runner, Pipeline):
+                modules = list(zip(stage.runner.labels, stage.runner.operations, strict=True))
+            for label, module in modules:
+                known, place = isinstance(module, NamedExtras), place_of(label, module)
+                asked, made = map(set, _named(module) if known else (stage.needs, stage.makes))
+                unread = {by: of for by, of in unread.items() if of[0] not in asked and of[0] not in made}
+                for by in [by for by in unread if by in asked]:
+                    weights, maker = unread.pop(by)
+                    if activation:
+                        warnings.warn(
+                            f"{maker} makes {weights!r}, the weight of each row, which nothing reads before {place} "
+                            "sums the rows: unweighted, and with no gradient for the weights. In place of "
+                            f"{activation} take an activation with scales, such as ScaledSwiGLU.",
+                            stacklevel=5,  # of Sequential(...)
+                        )
+                if any(isinstance(inner, NamedExtras) and inner.is_activation for inner in module.modules()):
+                    activation = place
+                if known and module.weights_of_rows:
+                    activation = ""
+                    named = {name: module.extra_name(name) for pair in module.weights_of_rows.items() for name in pair}
+                    unread |= {named[by]: (named[of], place) for by, of in module.weights_of_rows.items()}
 
     def _check_features(self) -> None:
         features: int | None = None

@@ -63,6 +63,7 @@ class ActivationOperation(ElementwiseOperation):
            of theirs, one all_reduce in backward. Needed there by what takes scales, since a row of x has one scale.
     """
 
+    is_activation = True
     repeatable = True
     group = SetOnce[RankGroup | None]()
     cache_quantized_input = Checked(as_flag)

@@ -109,6 +109,7 @@ class Dispatch(BasicOperation):
     hands_on_rows = True
     extra_inputs = {"probs": Tensor, "indices": IndexTensor}
     extra_outputs = {"split_sizes": Splits, "scales": Tensor, "routing_map": RoutingMap}
+    weights_of_rows = {"routing_map": "scales"}
 
     repeatable = True
 

@@ -87,7 +87,7 @@ WEIGHTED = {
     ),
     "MoE layer": Case(
         lambda _: Sequential(
-            ops.Router(WIDTH, 4, 2), ops.Dispatch(4), ops.GroupedLinear(4, WIDTH, 2 * WIDTH), ops.SwiGLU(),
+            ops.Router(WIDTH, 4, 2), ops.Dispatch(4), ops.GroupedLinear(4, WIDTH, 2 * WIDTH), ops.ScaledSwiGLU(),
             ops.GroupedLinear(4, WIDTH, WIDTH), ops.Combine(),
         )
     ),

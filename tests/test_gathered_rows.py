@@ -246,6 +246,7 @@ def test_layers_have_the_bits_of_copied_rows(device, recipe, bias):
     assert_same_bits(found, expected)
 
 
+@pytest.mark.filterwarnings("ignore:operation . .Dispatch. makes 'scales'")
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "mxfp8"])
 @pytest.mark.parametrize(
     "make",

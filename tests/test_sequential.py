@@ -955,3 +955,57 @@ def test_a_buffer_named_by_two_indices_is_refused() -> None:
     last = {"output": torch.empty(0)}
     with pytest.raises(ValueError, match="buffers names one operation twice"):
         sequential(x, split_sizes=sizes, buffers={0: last, -len(sequential): last})
+
+
+class Weighted(nn.Module):
+    """Multiplies the rows by their weights, as a module of torch's."""
+
+    extra_inputs = ("scales",)
+
+    def forward(self, x, scales):
+        return x * scales[:, None]
+
+
+def moe(*between, dispatch=None, ending=(), **names):
+    """Router to Combine, with these modules between the products."""
+    first, last = ops.GroupedLinear(4, 8, 16), ops.GroupedLinear(4, 8, 8)
+    combine = ops.Combine().rename_extras(**names)
+    return Sequential(ops.Router(8, 4, 2), dispatch or ops.Dispatch(4), first, *between, last, *ending, combine)
+
+
+UNREAD = r"^operation 1 \(Dispatch\) makes 'scales', the weight of each row, which nothing reads before .*Combine"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: moe(ops.SwiGLU()),
+        lambda: moe(Sequential(ops.GLU())),
+        lambda: moe(Sequential(ops.GEGLU(), fusions=[])),
+        lambda: moe(nn.Identity(), ops.SwiGLU()),
+        lambda: moe(ops.SwiGLU(), dispatch=ops.Dispatch(4).rename_extras(routing_map="map"), routing_map="map"),
+    ],
+    ids=["activation", "nested", "called by itself", "module of torch", "renamed"],
+)
+def test_rows_that_are_summed_unweighted_are_warned_of(make):
+    with pytest.warns(UserWarning, match=UNREAD) as warned:
+        model = make()
+    assert all(warning.filename == __file__ for warning in warned)
+    model(torch.randn(3, 8))  # once
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: moe(ops.ScaledSwiGLU()),
+        lambda: moe(ops.SwiGLU(), Weighted()),
+        lambda: moe(ops.SwiGLU(), ending=(Weighted(),)),
+        lambda: moe(ops.SwiGLU(), ending=(Sequential(Weighted()),)),
+        lambda: Sequential(ops.Router(8, 4, 2), ops.Dispatch(4), ops.Combine()),
+        lambda: Sequential(ops.Router(8, 4, 2), ops.SwiGLU(), ops.Linear(4, 8), ops.Dispatch(4), ops.Combine()),
+        lambda: moe(ops.ScaledSwiGLU().rename_extras(scales="w"), dispatch=ops.Dispatch(4).rename_extras(scales="w")),
+    ],
+    ids=["scaled", "by a module", "at the end", "by a nested one", "no activation", "activation before", "renamed"],
+)
+def test_weighted_rows_are_not_warned_of(make):
+    make()(torch.randn(3, 8))  # warnings are errors

@@ -11,10 +11,16 @@ class NamedExtras:
 
     Kinds: `torch.Tensor` (carries a gradient), `IndexTensor`, `Splits`, or another container class (these do not). An
     instance may have its own; `rename_extras` changes the names that they have in its Sequential.
+
+    weights_of_rows: of an extra output by which others sum the rows of y, the one that has a weight for each row. A
+    Sequential warns where rows go through an activation (is_activation) and are summed, and nothing has read the
+    weights.
     """
 
     extra_inputs: Mapping[str, type] = {}
     extra_outputs: Mapping[str, type] = {}
+    weights_of_rows: Mapping[str, str] = {}
+    is_activation = False
     _names: Mapping[str, str] = {}
 
     def extra_name(self, name: str) -> str:
