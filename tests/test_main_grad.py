@@ -327,6 +327,37 @@ def test_a_weight_without_a_buffer_is_refused_in_wgrad(model: str, value: Any, d
         sequential.backward_dw() if delay else backward(sequential)
 
 
+@pytest.mark.parametrize("delay", [False, True], ids=["at once", "delayed"])
+@pytest.mark.parametrize("wrong", [None, torch.zeros(3)], ids=["missing", "another shape"])
+@EVERY_MODEL
+def test_nothing_is_written_where_one_buffer_is_refused(model: str, wrong: Tensor | None, delay: bool) -> None:
+    """Backward comes to the first weight last; once it has its buffer, all are as if it had had it."""
+    sequential = make(model, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+    give_main_grads(sequential, 0.5)
+    first, *others = weights_of(sequential).values()
+    buffer, first.main_grad = first.main_grad, wrong
+    if delay:
+        backward(sequential)
+    with pytest.raises((RuntimeError, ValueError), match=r"main_grad (is None|has shape \[3\])"):
+        sequential.backward_dw() if delay else backward(sequential)
+    assert all((weight.main_grad == 0.5).all() and not weight.grad_added_to_main_grad for weight in others)
+    first.main_grad = buffer
+    sequential.backward_dw() if delay else backward(sequential)
+    expected = make(model, accumulate_into_main_grad=True)
+    give_main_grads(expected, 0.5)
+    backward(expected)
+    for name, weight in weights_of(expected).items():
+        assert torch.equal(weights_of(sequential)[name].main_grad, weight.main_grad)
+
+
+def test_a_frozen_weight_needs_no_buffer() -> None:
+    sequential = make("experts", accumulate_into_main_grad=True)
+    give_main_grads(sequential, 0.0)
+    first = next(iter(weights_of(sequential).values())).requires_grad_(False)
+    del first.main_grad
+    backward(sequential)
+
+
 # When the attributes are read
 
 

@@ -23,6 +23,7 @@ What the owner of the buffers (a data-parallel wrapper) sets on a weight, read w
 With main_grad autograd gets None for a weight; but of one that has `grad_added_to_main_grad` a placeholder of its
 shape, dtype and device, so that the hooks behind it see a `.grad`: without values, or zeros with `zero_out_wgrad` and
 where torch's anomaly mode looks for NaN.
+What is wrong with a main_grad is found before any of the pipeline is written (of Megatron's FSDP, when it is asked for).
 Gradients of biases are autograd's in all cases, at once.
 """
 
@@ -195,6 +196,16 @@ class OperationWithWeights(BasicOperation):
                     "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)."
                 )
 
+    def check_destinations(self, parameters: Mapping[str, Tensor]) -> None:
+        if self.accumulate_into_main_grad and not self.delay_wgrad_compute:  # else backward_dw() reads where they are
+            self._check_main_grads(parameters)
+
+    def _check_main_grads(self, parameters: Mapping[str, Tensor]) -> None:
+        for name in self.weight_names:
+            # Megatron's FSDP makes the buffer when it is asked for it, once.
+            if name in parameters and not hasattr(parameters[name], "__fsdp_param__"):
+                _buffer(name, parameters[name])
+
     def _destinations(self, weights: dict[str, Tensor], backward: int) -> Destinations:
         firsts = {id(weight): name for name, weight in reversed(weights.items())}  # one may be that of several groups
         targets = tuple(
@@ -240,11 +251,10 @@ class OperationWithWeights(BasicOperation):
         for hook in self._wgrad_hooks:
             hook()
 
-    @torch.no_grad()
-    def _compute_oldest(self) -> None:
-        backward = self._delayed[0].backward
-        while self._delayed and self._delayed[0].backward == backward:  # as often as that backward used the weights
-            gradient = self._delayed[0]
+    def _check_oldest(self) -> None:
+        for gradient in self._delayed:
+            if gradient.backward != self._delayed[0].backward:
+                break
             if any(operand._version != version for operand, version in gradient.operands):
                 raise RuntimeError(
                     "The input of this operation, or the gradient of its output, was changed in place since the "
@@ -256,6 +266,14 @@ class OperationWithWeights(BasicOperation):
                         f"Weight {name!r} was replaced, or sharded by FSDP2, since the backward that left its gradient "
                         "to backward_dw(). Call backward_dw() before."
                     )
+            if self.accumulate_into_main_grad:
+                self._check_main_grads(gradient.weights)
+
+    @torch.no_grad()
+    def _compute_oldest(self) -> None:
+        backward = self._delayed[0].backward
+        while self._delayed and self._delayed[0].backward == backward:  # as often as that backward used the weights
+            gradient = self._delayed[0]
             with without_autocast(next(iter(gradient.weights.values())).device):
                 if self.accumulate_into_main_grad:
                     destinations = self._destinations(gradient.weights, gradient.backward)
@@ -382,12 +400,18 @@ def backward_dw(operations: Sequence[tuple[str, OperationWithWeights]]) -> None:
             "backward_dw() has nothing to compute. No backward has left a weight gradient since the last call. "
             "Call it once after each backward."
         )
+    for label, operation in left:  # all, before anything is written
+        _located(label, operation, operation._check_oldest)
     for label, operation in left:
-        try:
-            operation._compute_oldest()
-        except Exception as error:
-            raise_located([label], 0, operation, error)
+        _located(label, operation, operation._compute_oldest)
         perform(Effect(operation._trigger_wgrad_accumulation_and_reduce_hooks))
+
+
+def _located(label: str, operation: OperationWithWeights, work: Callable[[], None]) -> None:
+    try:
+        work()
+    except Exception as error:
+        raise_located([label], 0, operation, error)
 
 
 def check_accumulation(accumulation: Accumulation) -> None:

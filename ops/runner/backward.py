@@ -109,6 +109,8 @@ def _run(
     repeats: bool,
 ) -> list[Tensor | None]:
     program = record.program
+    if dy is not None:
+        _check_destinations(record, unwanted)
     ends = [0, *accumulate([state.count for state in record.states])]
     # Gradients of extra tensors by name, the contributions in the order of the operations that made them.
     d_extras = {name: [d] for name, d in zip(record.returned, d_returned, strict=True) if d is not None}
@@ -155,6 +157,18 @@ def _run(
         if isinstance(dx, Tensor | GatheredRows) and dx.dtype != wiring.upstream_dtype:
             dx = dx.to(wiring.upstream_dtype)
     return apart(for_autograd(record, dx, d_parameters, d_extras), record)
+
+
+def _check_destinations(record: Record, unwanted: frozenset[int]) -> None:
+    for wiring in record.program.backward if any(o.wgrad_is_external for o in record.operations) else ():
+        for index in wiring.step.indices if wiring.needs_grad else ():
+            context = record.program.contexts[index]
+            slots = {name: context["parameter_slots"][name] for name in context["needs"].params}
+            wanted = {name: record.parameters[slot] for name, slot in slots.items() if slot not in unwanted}
+            try:
+                record.operations[index].check_destinations(wanted)
+            except Exception as error:
+                raise_located(record.labels, wiring.step.indices[0], wiring.step.of(record.operations), error)
 
 
 def for_autograd(

@@ -289,6 +289,10 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         """Raise RuntimeError if a gradient of one of these goes past torch's DistributedDataParallel, which reduces
         those of the parameters with these `id`s."""
 
+    def check_destinations(self, parameters: Mapping[str, Tensor]) -> None:
+        """Raise RuntimeError or ValueError if the gradient of one of these, which a backward is about to compute, goes
+        past autograd and has nowhere to go. Called of all operations before the first computes anything."""
+
     def check_assigned(self) -> None:
         """Raise AttributeError if a tensor was assigned where a parameter was deleted: nothing would read it."""
         for name in self._parameter_order:
