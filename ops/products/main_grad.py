@@ -23,7 +23,8 @@ What the owner of the buffers (a data-parallel wrapper) sets on a weight, read w
 With main_grad autograd gets None for a weight; but of one that has `grad_added_to_main_grad` a placeholder of its
 shape, dtype and device, so that the hooks behind it see a `.grad`: without values, or zeros with `zero_out_wgrad` and
 where torch's anomaly mode looks for NaN.
-What is wrong with a main_grad is found before any of the pipeline is written (of Megatron's FSDP, when it is asked for).
+What is wrong with a main_grad is found before any of the pipeline's is written (of Megatron's FSDP, when it is asked
+for).
 Gradients of biases are autograd's in all cases, at once.
 """
 
