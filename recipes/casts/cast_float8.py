@@ -5,8 +5,8 @@ copy. Of a scale that is given the amaxes are found in the same read of x.
 
 One Triton kernel casts both copies in one pass, and finds the amaxes of groups whose programs fit on the GPU at once:
 they meet (`recipes.triton.meeting`). Those of larger ones are found before (a maximum does not depend on the order, so
-atomics do no harm). Nothing is read from the device on the host. Source: TransformerEngine's Float8CurrentScaling and
-DelayedScaling (read at d0067d0).
+atomics do no harm). On Hopper, in bfloat16, groups of all sizes meet, in a kernel in Gluon. Nothing is read from the
+device on the host. Source: TransformerEngine's Float8CurrentScaling and DelayedScaling (read at d0067d0).
 """
 
 # T rows, G groups, N rows of a weight, K columns
@@ -172,20 +172,15 @@ def find_and_cast(
     if is_abstract(x_GTK):
         return
     meetings = empty_meetings(groups, x_GTK.device)
+    rows, columns = len(x_GTK) * x_GTK.shape[1], x_GTK.shape[2]
     most = None
-    _, rows, columns = x_GTK.shape
-    all_rows = rows if offsets is not None else groups * rows
-    if (
-        row_of is None
-        and meets_in_gluon(x_GTK, copies.column_codes)
-        and all_meet(x_GTK, all_rows, columns, groups, GLUON_TILE)
-    ):
+    if row_of is not None:
+        amax_triton(row_amax_triton(x_GTK), meetings, offsets, row_of=row_of)
+    elif meets_in_gluon(x_GTK, copies.column_codes) and all_meet(x_GTK, rows, columns, groups, GLUON_TILE):
         _cast_at_meetings(x_GTK, copies, spec.element, meetings, offsets, aligned, rule)
         return
-    if row_of is None:
-        most = _find_amaxes(x_GTK, copies, meetings, offsets)
     else:
-        amax_triton(row_amax_triton(x_GTK), meetings, offsets, row_of=row_of)
+        most = _find_amaxes(x_GTK, copies, meetings, offsets)
     cast_float8_triton(
         x_GTK, *_codes_and_scale(copies), meetings, None, offsets, aligned, spec.element,
         "amax" if most is None else "meeting", rule.power_2, rule.amax_epsilon, most or 0, row_of,

@@ -174,8 +174,7 @@ def cast_float8_gluon_kernel(
                 tile = worker + n * workers
                 row = tile // column_blocks * _ROWS
                 peak = magnitudes_of(
-                    x_ptr, begin + row, tile % column_blocks * (_PARTS * _WIDTH), size - row, COLUMNS,
-                    peak
+                    x_ptr, begin + row, tile % column_blocks * (_PARTS * _WIDTH), size - row, COLUMNS, peak
                 )  # fmt: skip
             for part in gl.static_range(_PARTS):
                 peak = larger_pair(peak, fetched(words, ready, part, 0, loaded))
