@@ -25,12 +25,14 @@ import ops.runner.backward
 import ops.runner.run
 from fuser import Sequential, autocast, constant_weights, ops
 from ops.runner import known_backward, known_calls, program, repeat
+from recipes import DelayedScaling
 from recipes.cast_counts import count_casts
 from recipes.triton import replay
 from tests.test_repeat import (  # noqa: F401  # a fixture is used by its name
     RECIPES,
     assert_same,
     begin_step,
+    dense,
     experts,
     in_scopes,
     losses,
@@ -825,6 +827,142 @@ def test_torch_autocast(recipe, monkeypatch):
     in_full(monkeypatch)
     for one, other in zip(found, run(experts()), strict=True):
         assert_same(one, other)
+
+
+def saved_states(make) -> tuple[dict, dict]:
+    """A state dict with states in alphabetical order, as safetensors gives them, and one without."""
+    model = make()
+    for at in range(3):
+        step(model, "fp8_delayed", at)
+    saved = dict(sorted((name, tensor.clone()) for name, tensor in model.state_dict().items()))
+    return saved, {name: tensor for name, tensor in saved.items() if "quantizer" not in name}
+
+
+def without_states_at_last(model, saved, plain):
+    model.load_state_dict(saved)
+    for at in range(5):
+        step(model, "fp8_delayed", at)
+    model.load_state_dict(plain)
+
+
+def with_states_at_last(model, saved, plain):
+    model.load_state_dict(plain)
+    for at in range(5):
+        step(model, "fp8_delayed", at)
+    model.load_state_dict(plain)
+    model.load_state_dict(saved)
+
+
+def one_role_anew(model, saved, plain):
+    for at in range(5):
+        step(model, "fp8_delayed", at)
+    operation = next(operation for operation in model if hasattr(operation, "quantizer_input_scale"))
+    for name in ("quantizer_input_amax_history", "quantizer_input_scale"):
+        delattr(operation, name)
+
+
+def of_inference_mode(model, saved, plain):
+    for at in range(5):
+        step(model, "fp8_delayed", at)
+    with torch.inference_mode():
+        states = {name: tensor.clone() for name, tensor in saved.items() if name not in plain}
+    model.load_state_dict(states, strict=False, assign=True)
+
+
+@pytest.mark.parametrize("kind", ["made again", "repeated"])
+@pytest.mark.parametrize("load", [without_states_at_last, with_states_at_last, one_role_anew, of_inference_mode])
+def test_states_that_a_checkpoint_brings_in_another_order(load, kind, request, monkeypatch):
+    """All have the shapes of other roles' states."""
+    request.getfixturevalue("made_again" if kind == "made again" else "repeating")
+    make = linear if kind == "made again" else dense
+
+    def run() -> list:
+        model = make()
+        load(model, *saved_states(make))
+        found = [step(model, "fp8_delayed", at) + states_of(model) for at in range(5, 11)]
+        return [[t.float() for t in one] for one in found]
+
+    found = run()
+    in_full(monkeypatch)
+    for one, other in zip(found, run(), strict=True):
+        assert_same(one, other)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("kind", ["made again", "repeated"])
+def test_each_trial_begins_with_a_checkpoint_without_states(kind, grad, request, monkeypatch):
+    request.getfixturevalue("made_again" if kind == "made again" else "repeating")
+
+    def run() -> list:
+        model = (linear if kind == "made again" else dense)()
+        plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        found = []
+        for _ in range(6):
+            model.load_state_dict(plain)
+            found += [step(model, "fp8_delayed", at, grad=grad) + states_of(model) for at in range(3)]
+        return found
+
+    found = run()
+    in_full(monkeypatch)
+    for one, other in zip(found, run(), strict=True):
+        assert_same(one, other)
+
+
+def test_histories_of_two_lengths_in_turn(made_again, monkeypatch):
+    def run() -> list:
+        model, found = linear(), []
+        both = [DelayedScaling(amax_history_len=length) for length in (4, 16)]
+        for at in range(28):
+            found.append(step(model, both[at // 4 % 2], at) + states_of(model))
+        return found
+
+    found = run()
+    assert made_again.forward >= 3
+    in_full(monkeypatch)
+    for one, other in zip(found, run(), strict=True):
+        assert_same(one, other)
+
+
+def test_states_die_with_a_model_that_was_in_a_scope(made_again):
+    model = linear()
+    for at in range(6):
+        step(model, "fp8_delayed", at)
+    with constant_weights(model):
+        for at in range(6):
+            step(model, "fp8_delayed", at)
+    assert made_again.forward
+    seen = [weakref.ref(tensor) for tensor in (*model.buffers(), *model.parameters())]
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert not [ref for ref in seen if ref() is not None]
+    finally:
+        gc.enable()
+
+
+def test_what_has_no_address_runs_in_full(made_again):
+    model = linear()
+    model[0].register_buffer("mask", torch.eye(3).to_sparse())
+    step(model, "high_precision")
+    leaked = []
+    torch.func.grad(lambda t: leaked.append(t) or t.sum())(torch.ones(8, 64))
+    model = linear(dtype=torch.float32)
+    for _ in range(4):
+        y = model(torch.randn(8, 64))
+        y.backward(torch.ones_like(y))
+    model(torch.randn(8, 64)).backward(leaked[0])
+
+
+def test_a_method_that_an_instance_replaces_is_called_each_time(made_again):
+    model, called = linear(), []
+    for at in range(4):
+        step(model, "high_precision", at)
+    own = model[0].fuser_forward
+    model[0].fuser_forward = lambda *given: called.append(1) or own(*given)
+    for at in range(5):
+        step(model, "high_precision", at)
+    assert len(called) == 5
 
 
 @pytest.mark.gpu

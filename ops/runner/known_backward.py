@@ -33,6 +33,7 @@ from ops.runner.backward import (
 from ops.runner.context import OperationContext, state_of
 from ops.runner.nested_backward import retains_graph, unreached
 from ops.runner.program import Program
+from ops.runner.quantizer_state import kinds_of
 from recipes.cast_counts import is_counting
 from recipes.effects import recording
 from recipes.pending import PendingUpdates
@@ -122,6 +123,7 @@ class KnownBackward:
                 key.append(addresses[-1] % 16)
             key.append(operation.training)
             if operation._buffers:
+                key.append(kinds_of(operation._buffers))
                 key.append(how(operation._buffers.values(), tensors, addresses))
         if slot < len(parameters):
             return None

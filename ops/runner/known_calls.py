@@ -29,6 +29,7 @@ from ops.runner.context import at_tensor
 from ops.runner.known_backward import KnownBackward, is_ordinary
 from ops.runner.node import apply_in_eager_mode, as_output
 from ops.runner.program import Program
+from ops.runner.quantizer_state import kinds_of
 from ops.runner.repeat import RepeatedStep
 from ops.runner.run import Pipeline, step_of
 from ops.runner.settings import Settings, settings_of
@@ -154,7 +155,9 @@ def _given(pipeline: Pipeline, x: Tensor, extras: Mapping[str, Any], terms: tupl
                 if type(parameter) is not Parameter:  # a tensor in its place is computed
                     return None
                 present.append(parameter)
-        inputs += operation._buffers.values()
+        if operation._buffers:
+            key.append(kinds_of(operation._buffers))
+            inputs += operation._buffers.values()
     extra: list[Any] = []
     for name in pipeline.consumed:
         value = extras.get(name)
@@ -212,7 +215,8 @@ def _of_copies(known: KnownCall, x: Tensor, given: _Given) -> KnownCall | None:
             return None
         if len(known.of_copies) >= MOST_CALLS:
             known.of_copies.clear()
-        found = known._replace(repeated=repeated, backward=KnownBackward(program, operations))
+        # Without `of_copies`: it would hold itself.
+        found = known._replace(of_copies={}, repeated=repeated, backward=KnownBackward(program, operations))
         known.of_copies[key] = found
     return found
 

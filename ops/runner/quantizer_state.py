@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from recipes.recipe import Recipe, Role
 from recipes.tensors.quantizer import Quantizer, StateShapes
+from recipes.triton.tape import taping
 
 _PREFIXES = tuple(f"quantizer_{role.value}_" for role in Role)
 
@@ -46,6 +47,8 @@ class QuantizerState:
     @torch.inference_mode(False)
     def _make(self, name: str, old: Tensor | None, shapes: StateShapes, device: torch.device | None) -> Tensor:
         shape, initial = shapes[name]
+        if taping.tape is not None:  # a repetition would change the operation's tensors, and make none
+            taping.tape.repeatable = False
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{type(self.operation).__name__} has no {self.prefix + name} yet, and what a graph makes while it is "
@@ -99,6 +102,12 @@ def state_names(recipe: Recipe) -> frozenset[str]:
         if quantizer is not None and quantizer.keeps_state
         for name in quantizer.state_shapes(1)
     )
+
+
+def kinds_of(buffers: Mapping[str, Tensor | None]) -> tuple[str | bool, ...]:
+    """By which a repeated step knows an operation's buffers, besides how they lie: which they are, in which order, and
+    which of them, made under inference mode, are to be made anew."""
+    return (*buffers, *[tensor is not None and tensor.is_inference() for tensor in buffers.values()])
 
 
 def held_names(buffers: Mapping[str, Any]) -> Iterator[str]:

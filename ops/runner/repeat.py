@@ -19,6 +19,7 @@ on the host, and what runs under `count_casts`, `fuser.checkpoint`, `keep_weight
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import isfunction
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from torch import Tensor
 from ops.runner.context import OperationContext
 from ops.runner.nested_backward import within_backward
 from ops.runner.parameters import is_computed, parameter_names
-from ops.runner.quantizer_state import HeldState
+from ops.runner.quantizer_state import HeldState, kinds_of
 from ops.runner.saved import Spec, flatten
 from recipes.cast_counts import is_counting
 from recipes.effects import recording as recorded_effects
@@ -166,7 +167,7 @@ class RepeatedStep:
         noting = None
         try:
             key = self._key(operations, names, values, updates, tensors, addresses)
-        except TypeError:  # what goes in is no plain tensor, or known on the host
+        except (TypeError, RuntimeError):  # what goes in is no plain tensor, has no address, or is known on the host
             return function(updates)
         divided = [value for value in values if type(value) is Splits]
         ran = False
@@ -257,7 +258,8 @@ class RepeatedStep:
             key.append(torch.backends.cuda.matmul.fp32_precision)
         for index in self.covered:
             operation = operations[index]
-            key += operation.settings, operation.training, not operation._forward_pre_hooks, len(operation._buffers)
+            key += operation.settings, operation.training, not operation._forward_pre_hooks
+            key.append(kinds_of(operation._buffers))
             _append_tensors(operation, given)
         for value in values:
             kind = type(value)
@@ -292,6 +294,9 @@ def why_not_repeated(operation: Any, covered: Sequence[Any], recipe: Recipe) -> 
         name = next((name for name in parameter_names(each) if is_computed(each, name)), None)
         if name is not None:
             return f"Its {name!r} is computed from other parameters in each forward."
+        name = next((name for name in vars(each) if isfunction(getattr(type(each), name, None))), None)
+        if name is not None:
+            return f"Its {name!r} was replaced by another one."
     for kind in dict.fromkeys(map(type, (recipe, operation, *covered))):
         if not is_repeatable(kind):
             return f"{kind.__name__} is not repeatable."
