@@ -133,6 +133,7 @@ class Layout:
         check_exports(sequential.exports, self.produced)
         self.consumed = self._check_names()
         self._check_features()
+        self._check_extras_of_neighbours()
         self._check_weights()
         later: set[str] = set()
         self.passed_on: list[tuple[str, ...]] = []
@@ -329,32 +330,48 @@ class Layout:
             )
         return tuple(consumed)
 
+    def _modules(self) -> Iterator[tuple[str, Any, Names, Names]]:
+        """The label of each operation and of each module that is called by itself, with what it takes and makes."""
+        for stage in self.stages:
+            if isinstance(stage.runner, Pipeline):
+                for label, operation in zip(stage.runner.labels, stage.runner.operations, strict=True):
+                    yield label, operation, *_named(operation)
+            else:
+                yield stage.label, stage.runner, stage.needs, stage.makes
+
+    def _check_extras_of_neighbours(self) -> None:
+        makers: dict[str, Any] = {}
+        for label, module, _, made in self._modules():
+            for name in module.extra_inputs if isinstance(module, NamedExtras) else ():
+                maker = makers.get(module.extra_name(name))
+                if isinstance(maker, NamedExtras):
+                    try:
+                        module.check_extra_from(name, maker)
+                    except ValueError as error:
+                        raise ValueError(f"In {place_of(label, module)}: {error}") from error
+            makers |= dict.fromkeys(made, module)
+
     def _check_weights(self) -> None:
         unread: dict[str, tuple[str, str]] = {}  # of what rows are summed by: their weights, and who makes these
         activation = ""  # that the rows went through
-        for stage in self.stages:
-            modules: list[tuple[str, Any]] = [(stage.label, stage.runner)]
-            if isinstance(stage.runner, Pipeline):
-                modules = list(zip(stage.runner.labels, stage.runner.operations, strict=True))
-            for label, module in modules:
-                known, place = isinstance(module, NamedExtras), place_of(label, module)
-                asked, made = map(set, _named(module) if known else (stage.needs, stage.makes))
-                unread = {by: of for by, of in unread.items() if of[0] not in asked and of[0] not in made}
-                for by in [by for by in unread if by in asked]:
-                    weights, maker = unread.pop(by)
-                    if activation:
-                        warnings.warn(
-                            f"{maker} makes {weights!r}, the weight of each row, which nothing reads before {place} "
-                            "sums the rows: unweighted, and with no gradient for the weights. In place of "
-                            f"{activation} take an activation with scales, such as ScaledSwiGLU.",
-                            stacklevel=5,  # of Sequential(...)
-                        )
-                if any(isinstance(inner, NamedExtras) and inner.is_activation for inner in module.modules()):
-                    activation = place
-                if known and module.weights_of_rows:
-                    activation = ""
-                    named = {name: module.extra_name(name) for pair in module.weights_of_rows.items() for name in pair}
-                    unread |= {named[by]: (named[of], place) for by, of in module.weights_of_rows.items()}
+        for label, module, asked, made in self._modules():
+            place = place_of(label, module)
+            unread = {by: of for by, of in unread.items() if of[0] not in asked and of[0] not in made}
+            for by in [by for by in unread if by in asked]:
+                weights, maker = unread.pop(by)
+                if activation:
+                    warnings.warn(
+                        f"{maker} makes {weights!r}, the weight of each row, which nothing reads before {place} sums "
+                        f"the rows: unweighted, and with no gradient for the weights. In place of {activation} take an "
+                        "activation with scales, such as ScaledSwiGLU.",
+                        stacklevel=5,  # of Sequential(...)
+                    )
+            if any(isinstance(inner, NamedExtras) and inner.is_activation for inner in module.modules()):
+                activation = place
+            if isinstance(module, NamedExtras) and module.weights_of_rows:
+                activation = ""
+                named = {name: module.extra_name(name) for pair in module.weights_of_rows.items() for name in pair}
+                unread |= {named[by]: (named[of], place) for by, of in module.weights_of_rows.items()}
 
     def _check_features(self) -> None:
         features: int | None = None

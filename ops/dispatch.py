@@ -24,6 +24,7 @@ from ops.kernels.routing.symmetric import MULTIPROCESSORS, SymmetricRoutingMap, 
 from ops.kernels.routing.symmetric_buffers import BYTES_BESIDE_ROW, bytes_held
 from ops.kernels.routing.symmetric_memory import why_not_symmetric
 from ops.kernels.routing.transports import PARTIAL_SUMS, WHY_IN_FULL, check_partial_sums, check_transport
+from ops.runner.named_extras import NamedExtras
 from ops.runner.operation import BackwardOfBasic, BasicOperation, IndexTensor, LentMemory, OperationContext
 from ops.runner.set_once import SetOnce
 from recipes.arguments import check_flags, positive_integers
@@ -377,10 +378,22 @@ class Dispatch(BasicOperation):
             raise TypeError(f"indices is {indices.dtype}, but must be integers with a sign, or bytes. Convert it.")
         highest = self.num_experts if self.empty_slots else self.num_experts - 1
         if indices.device.type == "cpu" and not is_abstract(indices) and ((indices < 0) | (indices > highest)).any():
+            dropped = (
+                f" A slot without an expert, of a token that is dropped, has the index {self.num_experts}, with "
+                "Dispatch(..., empty_slots=True)."
+            )
             raise ValueError(
                 f"indices reach from {indices.min()} to {indices.max()}, but num_experts is {self.num_experts}"
-                f"{' and stands for no expert' if self.empty_slots else ''}. "
-                "Give both the Router and Dispatch the same number of experts."
+                f"{' and stands for no expert' if self.empty_slots else ''}. Give both the Router and Dispatch the "
+                f"same number of experts.{dropped if self.group is None and not self.empty_slots else ''}"
+            )
+
+    def check_extra_from(self, name: str, maker: NamedExtras) -> None:
+        chosen = getattr(maker, "num_experts", self.num_experts)
+        if name == "indices" and chosen != self.num_experts:
+            raise ValueError(
+                f"The {type(maker).__name__} before it chooses among {chosen} experts, but num_experts is "
+                f"{self.num_experts}. Give both the same number of experts."
             )
 
     def extra_repr(self) -> str:

@@ -458,9 +458,11 @@ class GroupedLinear(OperationWithWeights):
         return buffer
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        _convert(state_dict, prefix + "weight", self.num_groups, self.stacked)
+        *_, errors = args
+        own = self._parameters
+        _convert(state_dict, prefix + "weight", self.num_groups, self.stacked, own.get("weight"), errors)
         if self.use_bias:
-            _convert(state_dict, prefix + "bias", self.num_groups, self.stacked_bias)
+            _convert(state_dict, prefix + "bias", self.num_groups, self.stacked_bias, own.get("bias"), errors)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def flops(self, rows: int) -> int:
@@ -484,11 +486,27 @@ def _names(name: str, num_groups: int, stacked: bool) -> tuple[str, ...]:
     return (name,) if stacked else tuple(f"{name}{group}" for group in range(num_groups))
 
 
-def _convert(state_dict: dict[str, Any], key: str, num_groups: int, stacked: bool) -> None:
-    """Bring an entry of the other form into this one's: `key` [G, ...] against `key0`, `key1`, ... [...]."""
+def _convert(
+    state_dict: dict[str, Any], key: str, num_groups: int, stacked: bool, own: Tensor | None, errors: list[str]
+) -> None:
+    """Bring an entry of the other form into this one's: `key` [G, ...] against `key0`, `key1`, ... [...].
+
+    own: the parameter, if it is stacked; errors: those that torch collects, of groups with another shape, too
+    """
     single = [f"{key}{group}" for group in range(num_groups)]
     if stacked and key not in state_dict and all(name in state_dict for name in single):
-        state_dict[key] = _stack([state_dict.pop(name) for name in single])
+        weights = {name: state_dict.pop(name) for name in single}
+        shapes = {tuple(weight.shape) for weight in weights.values()}
+        if len(shapes) == 1 or own is None:
+            state_dict[key] = _stack([*weights.values()])
+            return
+        state_dict[key] = own  # as it is
+        errors += [
+            f"size mismatch for {name}: copying a param with shape {weight.shape} from checkpoint, the shape in "
+            f"current model is {own.shape[1:]}."
+            for name, weight in weights.items()
+            if weight.shape != own.shape[1:]
+        ]
     elif not stacked and key in state_dict and state_dict[key].shape[:1] == (num_groups,):
         state_dict.update(zip(single, _unbind(state_dict.pop(key)), strict=True))
 

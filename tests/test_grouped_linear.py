@@ -566,6 +566,22 @@ def test_a_missing_group_is_refused():
         make(3, 8, 6).load_state_dict(state)
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_groups_of_another_shape_are_named(strict):
+    """With all else that does not fit, and nothing is changed."""
+    state = make(4, 8, 6, stacked=False).state_dict()
+    state["weight1"], state["bias3"] = torch.zeros(7, 8), torch.zeros(5)
+    target = make(4, 8, 6)
+    before = target.weight.clone()
+    mismatches = (
+        r"size mismatch for 0\.weight1: .* torch\.Size\(\[7, 8\]\) .* torch\.Size\(\[6, 8\]\)\.\s+"
+        r"size mismatch for 0\.bias3: .* torch\.Size\(\[5\]\) .* torch\.Size\(\[6\]\)\.$"
+    )
+    with pytest.raises(RuntimeError, match=mismatches):
+        Sequential(target).load_state_dict({f"0.{name}": tensor for name, tensor in state.items()}, strict=strict)
+    assert torch.equal(target.weight, before)
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("path", ["grouped", "split"])
 def test_the_form_of_weights_and_biases_changes_no_bits(path, recipe):

@@ -1009,3 +1009,27 @@ def test_rows_that_are_summed_unweighted_are_warned_of(make):
 )
 def test_weighted_rows_are_not_warned_of(make):
     make()(torch.randn(3, 8))  # warnings are errors
+
+
+@pytest.mark.parametrize(
+    "between", [(), (nn.Identity(),), (ops.MakeExtraOutput("kept"),)], ids=["adjacent", "module", "operation"]
+)
+def test_router_and_dispatch_have_the_same_number_of_experts(between):
+    for chosen, given in ((4, 8), (8, 4)):
+        with pytest.raises(
+            ValueError, match=rf"In operation .*Dispatch.*: The Router .* {chosen} experts, .* is {given}"
+        ):
+            Sequential(ops.Router(8, chosen, 2), *between, ops.Dispatch(given))
+    Sequential(ops.Router(8, 4, 2), *between, ops.Dispatch(4))
+
+
+def test_dispatch_takes_the_experts_of_who_made_the_indices_last():
+    class Again(nn.Module):
+        extra_inputs = ("indices",)
+        extra_outputs = ("indices",)
+
+        def forward(self, x, indices, outputs=()):
+            return (x, {"indices": indices + 4}) if outputs else x
+
+    model = Sequential(ops.Router(8, 4, 2), Again(), ops.Dispatch(8), ops.Combine())
+    model(torch.randn(3, 8))

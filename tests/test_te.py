@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -394,3 +395,43 @@ def test_autocast_has_transformer_engines_arguments():
         assert torch.equal(linear(x), nn.functional.linear(x, linear.weight, linear.bias))
     with pytest.raises(ValueError, match="recipe is None, and TransformerEngine's default depends on the GPU"):
         te.autocast()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_checkpoints_with_extra_states_load(strict):
+    """Those of TransformerEngine's operations, and of Megatron's layers, have one each, mostly empty."""
+
+    def make() -> nn.Module:
+        mlp = (te.GroupedLinear(2, 32, 64, device="cpu"), te.SwiGLU(), te.GroupedLinear(2, 32, 32, device="cpu"))
+        return nn.ModuleDict({"experts": te.Sequential(*mlp), "out": ops.Linear(32, 32)})
+
+    source, target = make(), make()
+    state = source.state_dict()
+    nothing = (torch.empty(0, dtype=torch.uint8), None, io.BytesIO(), torch.empty(0, dtype=torch.uint8))
+    names = ("experts.0", "experts.1", "experts.2", "out")
+    state |= {f"{name}._extra_state": value for name, value in zip(names, nothing, strict=True)}
+    target.load_state_dict(state, strict=strict)  # warnings are errors
+    for mine, other in zip(target.parameters(), source.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    assert "out._extra_state" in state
+    for value in (torch.ones(7, dtype=torch.uint8), io.BytesIO(b"scales"), {"scale": 1.0}):
+        with pytest.warns(UserWarning, match=r"'experts\.2\._extra_state' .* is not loaded"):
+            target.load_state_dict(state | {"experts.2._extra_state": value}, strict=strict)
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*experts\.2\._extra_states"):
+        target.load_state_dict(state | {"experts.2._extra_states": torch.ones(1)})
+
+
+def test_an_operation_may_have_an_extra_state_of_its_own():
+    class Counted(ops.Identity):
+        count = 0
+
+        def get_extra_state(self) -> Any:
+            return {"count": self.count}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.count = state["count"]
+
+    source, target = fuser.Sequential(Counted()), fuser.Sequential(Counted())
+    source[0].count = 3
+    target.load_state_dict(source.state_dict())
+    assert target[0].count == 3

@@ -23,6 +23,10 @@ class NamedExtras:
     is_activation = False
     _names: Mapping[str, str] = {}
 
+    def check_extra_from(self, name: str, maker: NamedExtras) -> None:
+        """Raise ValueError if its extra input `name`, which this one before it in the Sequential makes, does not go
+        with it. A Sequential checks this when it is made."""
+
     def extra_name(self, name: str) -> str:
         """The name that its extra tensor `name` has in the Sequential."""
         return self._names.get(name, name)

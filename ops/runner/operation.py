@@ -19,7 +19,7 @@ from ops.runner.lent_memory import LentMemory
 from ops.runner.named_extras import NamedExtras
 from ops.runner.not_traced import not_traced
 from ops.runner.parameters import held_parameter, is_set_by_hook, parameter_names, without_parametrizations
-from ops.runner.quantizer_state import apply_to_state, prepare_loading
+from ops.runner.quantizer_state import apply_to_state, leave_extra_state, prepare_loading
 from ops.runner.run import Pipeline
 from ops.runner.tracing import (
     NOT_TRACED,
@@ -453,6 +453,8 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         scope = self.weights_scope
         if scope is not None:
             scope.end()
+        if type(self).set_extra_state is nn.Module.set_extra_state:
+            leave_extra_state(state_dict, prefix)
         prepare_loading(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.exchanges_parameters = False  # with assign=True it has set parameters once

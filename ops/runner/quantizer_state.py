@@ -8,7 +8,9 @@ made as ordinary tensors, which a later training step may change.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from io import BytesIO
 from typing import Any
 
 import torch
@@ -137,6 +139,22 @@ def prepare_loading(operation: nn.Module, state_dict: Mapping[str, Any], prefix:
             if mine is None or mine.shape != value.shape:
                 device = next((p.device for p in operation.parameters()), value.device)
                 operation.register_buffer(name, torch.empty(value.shape, dtype=torch.float32, device=device))
+
+
+def leave_extra_state(state_dict: dict[str, Any], prefix: str) -> None:
+    """Take out what TransformerEngine's modules and operations keep beside their weights: mostly nothing, and with a
+    warning its scales and amaxes."""
+    key = prefix + "_extra_state"
+    if key not in state_dict:
+        return
+    value = state_dict.pop(key)
+    size = value.numel() if isinstance(value, Tensor) else len(value.getvalue()) if isinstance(value, BytesIO) else 1
+    if value is not None and size:
+        warnings.warn(
+            f"{key!r} of the state dict is not loaded: the scales and amaxes that TransformerEngine keeps for a "
+            "recipe. Delayed scaling begins anew; other recipes keep none.",
+            stacklevel=2,
+        )
 
 
 def apply_to_state(operation: Any, apply: Callable[[], Any]) -> None:
