@@ -105,6 +105,16 @@ def unmerge(model: nn.Module) -> None:
         adapter.unmerge()
 
 
+def requantize(model: nn.Module) -> None:
+    """Quantize the frozen weights anew in the next forward of each adapter.
+
+    For writes that torch does not count as changes: collectives that receive into a weight (`dist.broadcast`), `.data`,
+    a flat buffer of which weights are views, numpy, another process. Raises RuntimeError if the model has no adapters.
+    """
+    for adapter in _adapters(model).values():
+        adapter.forget_quantized_weights()
+
+
 def unload(model: nn.Module) -> None:
     """Put plain operations back in the places of those with adapters, with the weights as they are: merged or not.
 

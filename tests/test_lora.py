@@ -362,3 +362,32 @@ def test_a_wrapper_around_a_linear_computes_what_ours_does(recipe):
     with autocast(recipe):
         found, expected = step(other), step(model)
     assert_close(found, expected, {torch.float32: 3e-5})
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+def test_requantize_after_writes_that_torch_does_not_count(recipe):
+    model = Sequential(ops.Linear(64, 64), ops.GELU(), ops.GroupedLinear(2, 64, 64))
+    lora.add(model, rank=4, targets=["0", "2"])
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    flat = torch.cat([p.detach().flatten() for p in frozen])
+    for parameter, part in zip(frozen, flat.split([p.numel() for p in frozen]), strict=True):
+        parameter.data = part.view(parameter.shape)
+    x, sizes = torch.randn(8, 64, requires_grad=True), torch.tensor([3, 5])
+
+    def step(model) -> list:
+        with autocast(recipe=recipe):
+            y = model(x, split_sizes=sizes)
+        return [y, *torch.autograd.grad(y.sum(), (x, *(p for p in model.parameters() if p.requires_grad)))]
+
+    step(model)
+    for write in (
+        lambda: flat.mul_(2),
+        lambda: frozen[0].data.mul_(3),
+        lambda: frozen[-2].detach().numpy().__imul__(0.5),
+    ):
+        write()
+        lora.requantize(model)
+        for mine, other in zip(step(model), step(copy.deepcopy(model)), strict=True):
+            assert torch.equal(mine, other)
+    with pytest.raises(RuntimeError, match="adapter"):
+        lora.requantize(Sequential(ops.Linear(8, 8)))
