@@ -199,7 +199,8 @@ def _why_not(pipeline: Pipeline, recipe: Any, outputs: Iterable[str], call: Seen
         if kind not in (Tensor, IndexTensor, Splits):
             return (
                 f"The extra output {name!r} of {type(operation).__name__} is a {kind.__name__}, which leaves its "
-                "pipeline: only tensors pass torch's tracing. Put no module between those that hand it on."
+                "pipeline: only tensors pass torch's tracing. A pipeline ends at a module that is no operation, and "
+                "where `set_recipe` has given operations another recipe: have neither between Dispatch and Combine."
             )
     for operation in pipeline.operations:
         if any(isinstance(parameter, QuantizedHandle) for parameter in operation.parameters()):
