@@ -24,7 +24,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ops.runner.context import OperationContext
 from ops.runner.nested_backward import within_backward
@@ -294,7 +294,8 @@ def why_not_repeated(operation: Any, covered: Sequence[Any], recipe: Recipe) -> 
         name = next((name for name in parameter_names(each) if is_computed(each, name)), None)
         if name is not None:
             return f"Its {name!r} is computed from other parameters in each forward."
-        name = next((name for name in vars(each) if isfunction(getattr(type(each), name, None))), None)
+        own = (name for name in vars(each) if not hasattr(nn.Module, name))  # what torch calls is around a step
+        name = next((name for name in own if isfunction(getattr(type(each), name, None))), None)
         if name is not None:
             return f"Its {name!r} was replaced by another one."
     for kind in dict.fromkeys(map(type, (recipe, operation, *covered))):
