@@ -259,3 +259,41 @@ def test_outputs_are_names(door: str, outputs: Any) -> None:
     message = rf"outputs is {outputs!r}, but must be names of extra outputs. Pass a tuple of strings"
     with pytest.raises(TypeError, match=message):
         call(door, ops.MakeExtraOutput("extra"), torch.ones(3, WIDTH), {"outputs": outputs})
+
+
+class SeesSigns(BasicOperation):
+    """y = x * other. Notes which tensors it gets have other signs in memory than their own."""
+
+    extra_inputs = {"other": Tensor}
+    extra_outputs = {"more": Tensor}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bool] = []
+
+    def fuser_forward(self, ctx: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+        self.seen += x.is_neg(), extras["other"].is_neg()
+        ctx.kept = x, extras["other"]
+        return x * extras["other"], {"more": x + 0}
+
+    def fuser_backward(self, ctx: Any, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+        self.seen += dy.is_neg(), d_extra_outputs["more"].is_neg()
+        x, other = ctx.kept
+        return dy * other + d_extra_outputs["more"], {}, {"other": dy * x}
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "Sequential"])
+def test_signs_are_those_in_memory(alone):
+    """Of z.conj().imag torch keeps the other ones there, and a bit; kernels read memory."""
+    one = SeesSigns()
+    model = one if alone else Sequential(one)
+    z, w, v, u = (torch.randn(3, WIDTH, dtype=torch.complex64, requires_grad=i < 2) for i in range(4))
+    given = [t.conj().imag for t in (z, w, v, u)]
+    assert all(t.is_neg() for t in given)
+    y, extra = model(given[0], other=given[1], outputs=("more",))
+    found = torch.autograd.grad((y, extra["more"]), (z, w), (given[2], given[3]))
+    assert len(one.seen) == 4 and not any(one.seen)
+    expected = (given[0] * given[1], given[0] + 0)
+    assert torch.equal(y, expected[0])
+    for mine, other in zip(found, torch.autograd.grad(expected, (z, w), (given[2], given[3])), strict=True):
+        assert torch.equal(mine, other)

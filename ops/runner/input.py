@@ -15,16 +15,22 @@ from recipes.tensors.quantized_tensor import QuantizedTensor
 
 NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # in which operations compute
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 _LAYOUTS = frozenset((torch.strided, torch.jagged))
 
 
 def as_input(x: Any) -> Tensor:
     """x itself, or a handle of a quantized container. Raises TypeError for an x that is neither."""
     if isinstance(x, Tensor):
-        return x
+        return as_stored(x)
     if isinstance(x, QuantizedTensor | GroupedTensor):
         return QuantizedHandle(x)
     raise TypeError(f"x is a {type(x).__name__}. Give a tensor.")
+
+
+def as_stored(tensor: Tensor) -> Tensor:
+    """The tensor, with its signs in memory: of z.conj().imag there are the others, and kernels read memory."""
+    return tensor.resolve_neg() if type(tensor) in _PLAIN and tensor.is_neg() else tensor
 
 
 def check_local(tensors: Iterable[tuple[str, Any]]) -> None:

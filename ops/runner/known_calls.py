@@ -86,7 +86,7 @@ def call_again(
 ) -> Tensor | None:
     """y of a call that was made before; None: make it in full, `pipeline(x, extras, ...)`."""
     kind = type(x)
-    if (kind is not Tensor and kind is not Parameter) or not is_on_gpu(x):
+    if (kind is not Tensor and kind is not Parameter) or not is_on_gpu(x) or x.is_neg():
         return None
     recipe, with_grad = recipe_in_use(pipeline.recipe), torch.is_grad_enabled()
     autocasts = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
@@ -160,9 +160,9 @@ def _given(pipeline: Pipeline, x: Tensor, extras: Mapping[str, Any], terms: tupl
             inputs += operation._buffers.values()
     extra: list[Any] = []
     for name in pipeline.consumed:
-        value = extras.get(name)
+        value: Any = extras.get(name)
         kind = type(value)
-        if kind is not Tensor and kind is not Parameter:
+        if (kind is not Tensor and kind is not Parameter) or value.is_neg():
             return None
         extra.append(value)
     inputs.append(x)

@@ -13,6 +13,7 @@ from ops.runner.backward import DOUBLE_BACKWARD, Record, X, raise_located, run_b
 from ops.runner.callers_buffers import check_before_backward, note_handed_on
 from ops.runner.context import state_of
 from ops.runner.in_place import memory_of
+from ops.runner.input import as_stored
 from ops.runner.names import in_profile
 from ops.runner.nested_backward import retains_graph, unreached
 from ops.runner.not_traced import not_traced
@@ -54,6 +55,10 @@ class PipelineFunction(torch.autograd.Function):
     @staticmethod
     @not_traced("What has run eagerly forward does so backward, too. Compile the model to have both traced.")
     def backward(fctx: Any, dy: Tensor | None, *d_returned: Tensor | None) -> tuple[Any, ...]:
+        if dy is not None:
+            dy = as_stored(dy)
+        if d_returned:
+            d_returned = tuple([d if d is None else as_stored(d) for d in d_returned])
         known = fctx.known
         if known is not None:
             found = known.backward.run(fctx, dy)

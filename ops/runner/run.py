@@ -27,6 +27,7 @@ from ops.runner.data_parallel import leave_states, reduced_parameters
 from ops.runner.in_place import check_writable
 from ops.runner.input import (
     as_input,
+    as_stored,
     check_dense,
     check_extra_tensor,
     check_local,
@@ -249,6 +250,9 @@ class Pipeline:
                 check_extra_tensor(name, extras[name], x.device)
             except (TypeError, ValueError) as error:
                 raise_located(self.labels, index, self.operations[index], error)
+            stored = as_stored(extras[name])
+            if stored is not extras[name]:
+                extras = {**extras, name: stored}
         if note_forward():
             with self.first_forwards.entered_again(training, self.recipe):
                 return self._run(x, extras, wanted, buffers, training, fusions_version, None)
