@@ -6,6 +6,7 @@ On a CPU no call is but where tests ask for it (`made_again`), of operations tha
 import contextlib
 import gc
 import random
+import re
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -963,6 +964,18 @@ def test_a_method_that_an_instance_replaces_is_called_each_time(made_again):
     for at in range(5):
         step(model, "high_precision", at)
     assert len(called) == 5
+
+
+def test_the_first_call_names_what_a_call_in_full_names(made_again, monkeypatch):
+    def wrong():
+        scales = torch.ones(4, device="meta")
+        Sequential(ops.ScaledSwiGLU())(torch.ones(4, 8, dtype=torch.long), scales=scales)
+
+    with pytest.raises((TypeError, ValueError)) as found:
+        wrong()
+    monkeypatch.setattr(known_calls, "is_on_gpu", lambda x: False)
+    with pytest.raises(found.type, match=re.escape(str(found.value))):
+        wrong()
 
 
 @pytest.mark.gpu

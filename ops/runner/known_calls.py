@@ -103,6 +103,8 @@ def call_again(
         return None
     known = pipeline.known.get(given.key)
     if known is None:
+        if not pipeline.programs:  # a call in full comes first, whose checks have an order
+            return None
         program = pipeline.program(x, extras, training, fusions_version)
         if not _is_one_step(program, pipeline, given.operations):
             if len(pipeline.in_full) >= MOST_CALLS:
