@@ -17,6 +17,11 @@ from recipes.tensors.quantized_handle import copied, held_tensors
 from recipes.tensors.quantized_parameter import QuantizedParameter
 from recipes.tensors.quantized_shard import QuantizedShard, local_shard, with_local
 
+_NOT_COPIED = (
+    "MasterWeights belong to the parameters that they were made of, so they are neither copied nor pickled. Copy the "
+    "model, or save its state_dict and the optimizer's, and make MasterWeights and the optimizer anew."
+)
+
 
 class MasterWeights:
     """Float32 masters of the quantized parameters of a model, for an optimizer that knows nothing of them.
@@ -99,6 +104,12 @@ class MasterWeights:
             master.copy_(parameter)
         self._note_versions(self._pairs())
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeights:
+        raise TypeError(_NOT_COPIED)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(_NOT_COPIED)
+
     def _pairs(self) -> list[tuple[Any, nn.Parameter]]:
         return [
             (parameter, self._masters[id(parameter)]) for parameter in self._given if id(parameter) in self._masters
@@ -167,7 +178,9 @@ class MasterWeights:
             return
         for parameter, master in pairs:
             if _version(parameter) != self._versions[id(parameter)]:
-                if not torch.equal(copied(parameter).copy_(master).dequantize(), parameter.dequantize()):
+                values = parameter.dequantize()
+                is_put_back = torch.equal(master, values.to(master.dtype))  # their codes may have another scale
+                if not is_put_back and not torch.equal(copied(parameter).copy_(master).dequantize(), values):
                     raise RuntimeError(
                         f"A quantized parameter {list(parameter.shape)} was written since its master was, by a load or "
                         "another change in place, which this step would undo. Call masters.read() to go on from what "

@@ -460,3 +460,64 @@ def test_what_is_not_quantized_is_stepped_itself() -> None:
     assert torch.equal(layers[0].weight.dequantize(), before)
     with pytest.raises(ValueError, match="got no quantized parameter that requires grad"):
         fuser.MasterWeights(model().parameters())
+
+
+WRITES: dict[str, Callable[[Sequential], object]] = {
+    "load_state_dict": lambda model: model.load_state_dict(
+        {"0.weight": torch.randn(64, 64), "0.bias": torch.zeros(64)}
+    ),
+    "copy_": lambda model: model[0].weight.copy_(torch.randn(64, 64)),
+    "mul_": lambda model: model[0].weight.mul_(3),
+    "codes": lambda model: model[0].weight.copy_(fuser.to_quantized(Sequential(ops.Linear(64, 64)), "mxfp8")[0].weight),
+    "reset_parameters": lambda model: model[0].reset_parameters(),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_masters_begin_with_what_was_written_since(write):
+    """Not with the values that the weights kept before."""
+    with fuser.quantized_model_init("mxfp8", preserve_high_precision_init_val=True):
+        model = Sequential(ops.Linear(64, 64))
+    weight = model[0].weight
+    assert weight.get_high_precision_init_val() is not None
+    with torch.no_grad():
+        WRITES[write](model)
+    assert weight.get_high_precision_init_val() is None
+    written = weight.dequantize().clone()
+    masters = fuser.MasterWeights(model.parameters())
+    (master,) = (m for m in masters.parameters() if m.dim() == 2)
+    assert torch.equal(master, written)
+    masters.quantize()
+    assert torch.equal(weight.dequantize(), written)
+
+
+def test_masters_are_not_copied():
+    model = fuser.to_quantized(Sequential(ops.Linear(64, 64)), "mxfp8")
+    masters = fuser.MasterWeights(model.parameters())
+    optimizer = masters.attach(torch.optim.SGD(masters.parameters(), lr=1.0))
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="make MasterWeights and the optimizer anew"):
+            copied((model, masters))
+    copy.deepcopy(model), pickle.dumps(model), pickle.dumps(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("recipe", ["fp8_rowwise", "fp8_current", "mxfp8"])
+def test_weights_put_back_before_the_first_step_are_no_change(recipe):
+    """Masters without kept values are the dequantized codes, whose own may have a scale with another last bit."""
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model = fuser.to_quantized(Sequential(ops.Linear(128, 64)), recipe)
+        masters = fuser.MasterWeights(model.parameters())
+        optimizer = masters.attach(torch.optim.SGD(masters.parameters(), lr=0.0))
+        weight = model[0].weight
+        kept = copy.deepcopy(weight)
+        with torch.no_grad():
+            weight.mul_(0.5)
+            weight.copy_(kept)
+        with autocast(recipe):
+            model(torch.randn(32, 128)).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            weight.mul_(0.5)
+        with pytest.raises(RuntimeError, match="was written since"):
+            optimizer.step()

@@ -22,7 +22,7 @@ _LAYOUTS = frozenset((torch.strided, torch.jagged))
 def as_input(x: Any) -> Tensor:
     """x itself, or a handle of a quantized container. Raises TypeError for an x that is neither."""
     if isinstance(x, Tensor):
-        return as_stored(x)
+        return x
     if isinstance(x, QuantizedTensor | GroupedTensor):
         return QuantizedHandle(x)
     raise TypeError(f"x is a {type(x).__name__}. Give a tensor.")

@@ -21,6 +21,7 @@ from ops.runner.not_traced import not_traced
 from ops.runner.parameters import held_parameter, is_set_by_hook, parameter_names, without_parametrizations
 from ops.runner.quantizer_state import apply_to_state, leave_extra_state, prepare_loading
 from ops.runner.run import Pipeline
+from ops.runner.settings import has_own_property
 from ops.runner.tracing import (
     NOT_TRACED,
     Seen,
@@ -439,9 +440,17 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         # Because there is this method, FSDP2 sets the weights that it has gathered by it, and not behind our back.
         before = self.__dict__.get(name)
         super().__setattr__(name, value)
-        if name[0] == "_" or name == "training" or self.__dict__.get(name) is before:
+        if name[0] == "_" or name == "training":
+            return
+        if self.__dict__.get(name) is before and not has_own_property(type(self), name):
             return
         if not (isinstance(value, Tensor) and is_set_by_hook(self, name)):
+            self.__dict__["settings"] = self.settings + 1
+
+    def __delattr__(self, name: str) -> None:
+        was_set = name[0] != "_" and name in self.__dict__
+        super().__delattr__(name)
+        if was_set:
             self.__dict__["settings"] = self.settings + 1
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:

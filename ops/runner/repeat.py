@@ -19,6 +19,7 @@ on the host, and what runs under `count_casts`, `fuser.checkpoint`, `keep_weight
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from inspect import isfunction
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -72,6 +73,20 @@ class OperationState:
         made_anew = ("operation", "prepared_weights", "buffers")
         own = {k: v for k, v in self.values.items() if k not in made_anew and v is not prototype.get(k, self)}
         self.values, self.repeats = own, taping.tape is not None
+        if taping.tape is not None and any(map(_holds_tensors, own.values())):  # it would be that of this forward
+            taping.tape.repeatable = self.repeats = False
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_tensors, value.values()))
+    if isinstance(value, tuple | list | set):
+        return any(map(_holds_tensors, value))
+    if isinstance(value, partial):
+        return any(map(_holds_tensors, (value.func, value.args, value.keywords)))
+    if isfunction(value):
+        return any(_holds_tensors(cell.cell_contents) for cell in value.__closure__ or ())
+    return isinstance(value, Tensor)
 
 
 class StepResult(NamedTuple):
@@ -176,9 +191,13 @@ class RepeatedStep:
             nonlocal ran, noting
             ran = True
             known = [len(splits.tensors()) for splits in divided]
+            before = [_tensors_of(operations[index]) for index in self.covered]
             if updates is not None:
                 noting = NotingUpdates(updates, {index: operations[index] for index in self.covered})
             result = function(noting)
+            after = [_tensors_of(operations[index]) for index in self.covered]
+            if taping.tape is not None and any(map(_differ, before, after)):
+                taping.tape.repeatable = False  # a repetition would exchange none
             derived = tuple(splits.derived(count) for splits, count in zip(divided, known, strict=True))
             return result, () if noting is None else tuple(noting.noted), derived
 
@@ -285,6 +304,16 @@ def _append_tensors(module: Any, given: list[Any]) -> None:
         _append_tensors(child, given)
 
 
+def _tensors_of(module: Any) -> list[Any]:
+    given: list[Any] = []
+    _append_tensors(module, given)
+    return given
+
+
+def _differ(before: Sequence[Any], after: Sequence[Any]) -> bool:
+    return len(before) != len(after) or any(a is not b for a, b in zip(before, after, strict=True))
+
+
 def why_not_repeated(operation: Any, covered: Sequence[Any], recipe: Recipe) -> str | None:
     """Why a step runs in full each time, as a sentence; None if it may be repeated.
 
@@ -294,6 +323,8 @@ def why_not_repeated(operation: Any, covered: Sequence[Any], recipe: Recipe) -> 
         name = next((name for name in parameter_names(each) if is_computed(each, name)), None)
         if name is not None:
             return f"Its {name!r} is computed from other parameters in each forward."
+        if any(_is_foreign(child) for child in each._modules.values()):
+            return "It holds modules, whose settings and hooks are not looked at."
         own = (name for name in vars(each) if not hasattr(nn.Module, name))  # what torch calls is around a step
         name = next((name for name in own if isfunction(getattr(type(each), name, None))), None)
         if name is not None:
@@ -304,6 +335,10 @@ def why_not_repeated(operation: Any, covered: Sequence[Any], recipe: Recipe) -> 
     if any(isinstance(p, QuantizedHandle) for each in covered for p in each._parameters.values()):
         return "Its weights are held quantized."
     return next((each.why_in_full for each in covered if each.why_in_full is not None), None)
+
+
+def _is_foreign(child: Any) -> bool:
+    return child is not None and type(child).__module__.partition(".")[0] not in ("ops", "fuser")
 
 
 def is_repeatable(kind: type) -> bool:

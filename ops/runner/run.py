@@ -242,7 +242,7 @@ class Pipeline:
         of integers where an operation computes in floating point, and for an extra tensor that is none; ValueError for
         one on another device than x.
         """
-        x = as_input(x)
+        x = as_stored(as_input(x))
         check_dense(x)
         check_local((("x", x), *extras.items()))
         for name, index in self._tensors:

@@ -32,6 +32,15 @@ def settings_of(operation: Any) -> Settings:
     return seen
 
 
+@cache
+def has_own_property(kind: type, name: str) -> bool:
+    """Whether a user's class has this name as a property, so that what is assigned lies elsewhere."""
+    owner = next((parent for parent in kind.__mro__ if name in vars(parent)), None)
+    if owner is None or owner.__module__.partition(".")[0] in ("ops", "fuser"):
+        return False
+    return isinstance(vars(owner)[name], property)
+
+
 def check_settings(operation: Any, forward: Settings) -> None:
     """In backward: raise RuntimeError unless they are what they were in forward. One that was set back is."""
     now = settings_of(operation).values

@@ -80,6 +80,7 @@ class QuantizedParameter(QuantizedHandle):
         same = isinstance(values, QuantizedParameter) and values.quantizer == self.quantizer
         new = values.quantized if same else self._made_of(values)  # type: ignore[attr-defined]
         overwrite(self.quantized, new)
+        self.clear_high_precision_init_val()  # they are others now
 
     @property
     def nbytes_held(self) -> int:
@@ -87,7 +88,8 @@ class QuantizedParameter(QuantizedHandle):
         return sum(tensor.nbytes for tensor in held_tensors(self))
 
     def get_high_precision_init_val(self) -> Tensor | None:
-        """The values before they were first quantized, on the host; None if they were not kept, or cleared."""
+        """The values before they were first quantized, on the host; None if they were not kept, or cleared, or others
+        were written since."""
         return self._high_precision_init_val
 
     def clear_high_precision_init_val(self) -> None:

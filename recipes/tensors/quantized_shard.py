@@ -147,9 +147,10 @@ class QuantizedShard(QuantizedHandle):
     def write(self, values: Tensor) -> None:
         mine, sharding = self.quantized, self.sharding
         if isinstance(values, QuantizedShard) and _have_same_codes(self, values):
-            sharding.initial = sharding.initial if values.sharding.initial is None else values.sharding.initial
+            sharding.initial = values.sharding.initial
             overwrite(mine, values.quantized)
             return
+        sharding.initial = None
         values = values.dequantize() if isinstance(values, QuantizedHandle) else values
         overwrite(mine, self._made_of(values.expand(self.shape).to(self.device)))
 
