@@ -302,7 +302,11 @@ def test_whole_steps_write_or_add_their_weight_gradients():
     assert all(weight.grad is None for weight in case.weights), "they are added, not written"
     assert all(torch.equal(twice, 2 * dw) for twice, dw in zip(steps[MAIN_GRAD]()[-2:], once, strict=True))
     written = steps[GRADIENT]()[-2:]
-    assert all(torch.equal(dw.bfloat16(), w) and w.dtype == torch.bfloat16 for dw, w in zip(once, written, strict=True))
+    for dw, w in zip(once, written, strict=True):
+        assert w.dtype == torch.bfloat16
+        # On CPUs with AMX a product that is rounded adds in another order: 1 of 8192 numbers is another's neighbour.
+        torch.testing.assert_close(w, dw.bfloat16(), rtol=2.0**-7, atol=0)
+        assert (w != dw.bfloat16()).sum() <= w.numel() / 1000
 
 
 # --- peers, by stand-ins that have the signatures we call

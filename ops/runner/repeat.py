@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from inspect import isfunction
+from inspect import getclosurevars, isfunction
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -77,16 +77,20 @@ class OperationState:
             taping.tape.repeatable = self.repeats = False
 
 
-def _holds_tensors(value: Any) -> bool:
+def _holds_tensors(value: Any, seen: tuple[int, ...] = ()) -> bool:
+    """Itself, in containers, or for a function that is kept. seen: what it is held by, by identity"""
+    if id(value) in seen:
+        return False
+    held: Iterable[Any] = ()
     if isinstance(value, dict):
-        return any(map(_holds_tensors, value.values()))
-    if isinstance(value, tuple | list | set):
-        return any(map(_holds_tensors, value))
-    if isinstance(value, partial):
-        return any(map(_holds_tensors, (value.func, value.args, value.keywords)))
-    if isfunction(value):
-        return any(_holds_tensors(cell.cell_contents) for cell in value.__closure__ or ())
-    return isinstance(value, Tensor)
+        held = value.values()
+    elif isinstance(value, tuple | list | set):
+        held = value
+    elif isinstance(value, partial):
+        held = value.func, value.args, value.keywords
+    elif isfunction(value):
+        held = getclosurevars(value).nonlocals.values()
+    return isinstance(value, Tensor) or any(_holds_tensors(one, (*seen, id(value))) for one in held)
 
 
 class StepResult(NamedTuple):
