@@ -228,7 +228,7 @@ def test_more_programs_cast_as_they_compute_than_a_gpu_holds(quantizer):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("programs", [None, 7], ids=["as many as fit", "seven a group"])
-def test_groups_of_all_sizes_meet_in_backward(programs, monkeypatch):
+def test_groups_of_all_sizes_meet(programs, monkeypatch):
     """Rows of a model's size, and a few groups that have most of them."""
     if programs is not None:
         monkeypatch.setattr(cast_float8, "most_programs", lambda *about: programs)
@@ -243,6 +243,7 @@ def test_groups_of_all_sizes_meet_in_backward(programs, monkeypatch):
         expected = quantizer.quantize_grouped(dh, splits, **both), quantizer.quantize_grouped(again, splits, **of_act)
         forward = quantizer.empty_grouped(dact.shape, h.dtype, splits, rowwise=True, columnwise=False)
         activation_cast(h, act, scales, forward)
+        same(forward.copies, quantizer.quantize_grouped(again, splits, rowwise=True, columnwise=False), "act, forward")
         for _ in range(3):
             dh_into = quantizer.empty_grouped(h.shape, h.dtype, splits, **both)
             act_into = quantizer.empty_grouped(dact.shape, h.dtype, splits, **of_act, meetings=forward.meetings)

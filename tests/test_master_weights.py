@@ -521,3 +521,17 @@ def test_weights_put_back_before_the_first_step_are_no_change(recipe):
             weight.mul_(0.5)
         with pytest.raises(RuntimeError, match="was written since"):
             optimizer.step()
+
+
+def test_masters_of_shards_begin_with_what_was_loaded_since(one_rank: None) -> None:
+    kept, other = (
+        fuser.to_quantized(Sequential(ops.Linear(64, 64)), "mxfp8", preserve_high_precision_init_val=keeps)
+        for keeps in (True, False)
+    )
+    for layers in (kept, other):
+        fully_shard(layers, mesh=init_device_mesh("cpu", (1,)))
+    assert kept[0].weight.to_local().get_high_precision_init_val() is not None
+    kept.load_state_dict(other.state_dict())
+    fuser.MasterWeights(kept.parameters()).quantize()
+    mine, loaded = (layers[0].weight.to_local().dequantize() for layers in (kept, other))
+    assert torch.equal(mine, loaded)

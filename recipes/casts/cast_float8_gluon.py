@@ -4,7 +4,7 @@ shared memory.
 A tile is 64 rows of a group and 256 columns, in two parts of 128. A program has one or more tiles of a group. The first
 comes by the copy engine and stays in shared memory; of the others only the amax is taken. Then the program waits for
 the group's, without registers: six programs a multiprocessor have 192 KB under way. It casts the first tile, and the
-others, which it reads again, the last one first: they are mostly in L2 still.
+others, which it reads again, the last one first, since L2 may have that one still.
 
 The codes are those of the kernel in Triton, bit for bit, which is as fast or faster where scales are known. Import this
 only where `recipes.triton.gates.why_no_gluon` says None.
