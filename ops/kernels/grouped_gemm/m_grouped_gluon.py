@@ -1,8 +1,9 @@
 """TN and NN of `grouped_gemm` in Gluon, for Hopper: the warps of a program have roles, as in `high_precision_nt_gluon`.
 
 A program takes tile after tile. One warp loads (TMA) into a ring of stages, consumers of four warps multiply (wgmma),
-each 64 rows of the tile by all of its columns, and store their rows: while one stores, the others multiply. A consumer
-whose rows are past the end of their group only counts the steps of the tile, and its rows are not loaded: that boxes
+each 64 rows of the tile by all of its columns, and store their rows: while one stores, the others multiply. Where there
+are registers for it, 16-bit rows are stored while the next tile is multiplied (`stores_gluon`; LATE). A consumer whose
+rows are past the end of their group only counts the steps of the tile, and its rows are not loaded: that boxes
 outside of a tensor are filled with zeros takes as long as loading them. Nor is the second half of the last columns, if
 there is nothing in it and consumers are two.
 
@@ -13,7 +14,7 @@ there is nothing in it and consumers are two.
 Scales of blocks have a role of their own: one warp copies (cp.async) those of the rows of a step to its stage and,
 behind them, that of its columns, 64 times.
 
-Which tile a program takes next: `tile_queue_gluon`.
+Which tile is next: `tile_queue_gluon`.
 
 Barriers: a stage is used for the u-th time in phase u % 2 of its barriers. `full`: an arrival, the bytes of a stage,
 and an arrival of each lane that copies scales. `empty`: an arrival of each consumer. Before use u those who load wait
@@ -39,12 +40,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ops.kernels.grouped_gemm.high_precision_nt_gluon import split_columns, wait_for_loads, with_layout
+from ops.kernels.grouped_gemm.high_precision_nt_gluon import wait_for_loads, with_layout
 from ops.kernels.grouped_gemm.measured_tiles import BOX_BYTES, GroupedGemmConfig
 from ops.kernels.grouped_gemm.persistent_schedule import band, most_tiles, multiprocessors
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, ragged_indices
-from ops.kernels.grouped_gemm.split_accumulation_gluon import add_product, add_to_halves, zero_halves
-from ops.kernels.grouped_gemm.tile_queue_gluon import SLOTS, count_tiles, put, read_ends, take, tile_of_groups
+from ops.kernels.grouped_gemm.split_accumulation_gluon import add_product, add_to_halves, product_apart, zero_halves
+from ops.kernels.grouped_gemm.stores_gluon import (
+    allocate_staging,
+    boxes_of_none,
+    rounded_boxes,
+    split_columns,
+    store_box,
+    store_boxes,
+)
+from ops.kernels.grouped_gemm.tile_queue_gluon import (
+    ask_next,
+    count_tiles,
+    hand,
+    make_queue,
+    next_tile,
+    read_ends,
+    take,
+    tile_of_groups,
+)
 from ops.kernels.grouped_gemm.tile_rules import has_fast_memory
 from ops.kernels.grouped_gemm.tile_rules_float8 import IN_ORDER_ROWS, GroupedFloat8Config
 from recipes.tensors.formats import ScaleLayout
@@ -76,20 +94,21 @@ def times_vectors(acc, row_scale, column_scale):
 
 
 @gluon.jit
-def store_rows(
-    acc, out, staging, vectors, added, group, first, size, row, column, C,
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PART: gl.constexpr,
+def finished_boxes(
+    acc, out, staging, vectors, added, group, first, size, row, column, C, PART: gl.constexpr
 ):  # fmt: skip
-    """Stores acc, with its bias, at row `row` of the `size` rows from `first` on and at this column, box by box.
-    vectors: scales of all rows and columns that acc is multiplied by first, or None and None."""
+    """Rounds acc, with its bias: it is row `row` of the `size` rows from `first` on, at this column. vectors: scales of
+    all rows and columns that acc is multiplied by first, or None and None.
+
+    staging: boxes in shared memory by way of which acc is stored box by box, in turn; PART: of so many parts as wide as
+    acc, which it is. None: its boxes are returned, from left to right.
+    """
     if acc.shape[1] > out.block_shape[3]:
         left, right = split_columns(acc)
         middle = column + acc.shape[1] // 2
-        store_rows(
-            left, out, staging, vectors, added, group, first, size, row, column, C, CONSUMER, CONSUMERS, 2 * PART
-        )
-        store_rows(
-            right, out, staging, vectors, added, group, first, size, row, middle, C, CONSUMER, CONSUMERS, 2 * PART + 1
+        boxes = finished_boxes(left, out, staging, vectors, added, group, first, size, row, column, C, 2 * PART)
+        return boxes + finished_boxes(
+            right, out, staging, vectors, added, group, first, size, row, middle, C, 2 * PART + 1
         )
     else:
         bias_ptr, scales_ptr = added
@@ -109,13 +128,12 @@ def store_rows(
                 scales = gl.load(scales_ptr + first + offs_t, mask=offs_t < size, other=0.0).to(gl.float32)
                 bias = bias * gl.expand_dims(scales, 1)
             acc = acc + bias
-        BOXES: gl.constexpr = staging.shape[0] // CONSUMERS
-        box = staging.index(CONSUMER * BOXES + PART % BOXES)
-        tma.store_wait(BOXES - 1)
-        box.store(acc.to(out.dtype))
-        fence_async_shared()
-        z, y, at = ragged_indices(first, size, row, 1)
-        tma.async_copy_shared_to_global(out, [z, y, at, column], box.reshape(out.block_shape))
+        if staging is None:
+            return rounded_boxes(acc, out)
+        else:
+            z, y, at = ragged_indices(first, size, row, 1)
+            store_box(acc.to(out.dtype), out, staging, PART, (z, y, at), column)
+            return ()
 
 
 @gluon.jit
@@ -129,7 +147,7 @@ def zero_tail(out, staging, offsets_ptr, rows, num_groups, C, CONSUMER: gl.const
         num_tiles_n = gl.cdiv(C, WIDTH)
         num_tiles = gl.cdiv(size, HEIGHT) * num_tiles_n
         tma.store_wait(0)
-        box = staging.index(CONSUMER * (staging.shape[0] // CONSUMERS))
+        box = staging.index(0)
         layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
         box.store(gl.zeros([HEIGHT, WIDTH], out.dtype, layout))
         fence_async_shared()
@@ -156,10 +174,9 @@ def free_stage(empty, step, pred=True):
 
 
 @gluon.jit
-def load(a, b, given, TRANSPOSED: gl.constexpr, BAND: gl.constexpr):
-    stages, _staging, full, empty, queue, ends, offsets_ptr, sizes = given
+def load(a, b, given, ends, counter_ptr, TRANSPOSED: gl.constexpr, BAND: gl.constexpr):
+    stages, _stagings, full, empty, queue, offsets_ptr, sizes = given
     a_stages, b_boxes, b_stages, _scale_stages = stages
-    counter_ptr, _numbers, _handed = queue
     _rows, _num_groups, R, C = sizes
     HEIGHT: gl.constexpr = a_stages.shape[1]
     BLOCK_K: gl.constexpr = a_stages.shape[2]
@@ -169,21 +186,16 @@ def load(a, b, given, TRANSPOSED: gl.constexpr, BAND: gl.constexpr):
     HALF: gl.constexpr = BLOCK_N // 2
     of_a: gl.constexpr = a.block_type.nbytes
     of_b: gl.constexpr = b.block_type.nbytes
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    lane = gl.arange(0, 32, lanes)
-    one = gl.full([32], 1, gl.int32, lanes)
     num_tiles_m = gl.max(read_ends(ends), axis=0)
     num_tiles_n = gl.cdiv(C, BLOCK_N)
     step = 0
     turn = 0
     tile = gl.program_id(0)
-    if counter_ptr is not None:
-        put(queue, turn, tile)
     while tile < num_tiles_m * num_tiles_n:
         if counter_ptr is not None:
-            # a number for one lane, which nothing waits for before the end of the tile
-            taken = gl.atomic_add(counter_ptr + lane, one, mask=lane == 0, sem="relaxed")
+            asked = ask_next(counter_ptr)
         group, first, size, tile_n = tile_of_groups(offsets_ptr, ends, tile, num_tiles_n, BOXES * HEIGHT, BAND)
+        hand(queue, turn, (group, first.to(gl.int32), size, tile_n))
         z, y, row = ragged_indices(first, size, 0, 1)
         column = tile_n * BLOCK_N
         width = C - column
@@ -213,14 +225,14 @@ def load(a, b, given, TRANSPOSED: gl.constexpr, BAND: gl.constexpr):
         if counter_ptr is None:
             tile += gl.num_programs(0)
         else:
-            tile = gl.num_programs(0) + gl.sum(gl.where(lane == 0, taken, 0), axis=0)
-            put(queue, turn, tile)
+            tile = next_tile(asked)
+    hand(queue, turn, (-1, 0, 0, 0))
 
 
 @gluon.jit
-def load_scales(given, scales, BAND: gl.constexpr):
+def load_scales(given, scales):
     """Those of BLOCK_M rows, then that of the columns. Rows past their group get some scale, and are not stored."""
-    stages, _staging, full, empty, queue, ends, offsets_ptr, sizes = given
+    stages, _stagings, full, empty, queue, _offsets_ptr, sizes = given
     a_stages, _b_boxes, b_stages, scale_stages = stages
     rows, _num_groups, R, C = sizes
     a_scale_ptr, b_scale_ptr, _a_scale_stride, _b_scale_stride = scales
@@ -228,16 +240,13 @@ def load_scales(given, scales, BAND: gl.constexpr):
     BLOCK_N: gl.constexpr = b_stages.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     offs = gl.arange(0, scale_stages.shape[1], layout)
-    num_tiles_m = gl.max(read_ends(ends), axis=0)
-    num_tiles_n = gl.cdiv(C, BLOCK_N)
     num_steps = gl.cdiv(R, a_stages.shape[2])
     step = 0
     turn = 0
-    tile = take(queue, turn)
-    while tile < num_tiles_m * num_tiles_n:
-        group, first, _size, tile_n = tile_of_groups(offsets_ptr, ends, tile, num_tiles_n, BLOCK_M, BAND)
+    group, first, _size, tile_n = take(queue, turn)
+    while group >= 0:
         of_rows = a_scale_ptr + gl.minimum(first + offs, rows - 1)
-        of_columns = b_scale_ptr + (group * gl.cdiv(C, BLOCK_N) + tile_n) * num_steps
+        of_columns = b_scale_ptr + (group.to(gl.int64) * gl.cdiv(C, BLOCK_N) + tile_n) * num_steps
         for s in range(num_steps):
             stage = wait_for_room(empty, step)
             at = gl.where(offs < BLOCK_M, of_rows + gl.cast(s, gl.int64) * rows, of_columns + s)
@@ -245,7 +254,53 @@ def load_scales(given, scales, BAND: gl.constexpr):
             async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
             step += 1
         turn += 1
-        tile = take(queue, turn)
+        group, first, _size, tile_n = take(queue, turn)
+
+
+@gluon.jit
+def multiply_step(acc, given, step, CONSUMER: gl.constexpr, TRANSPOSED: gl.constexpr, WIDTH: gl.constexpr):
+    """acc and the product of this consumer's rows and the first WIDTH columns of a tile, on its way."""
+    stages, _stagings, full, _empty, _queue, _offsets_ptr, _sizes = given
+    a_stages, _b_boxes, b_stages, _scale_stages = stages
+    CONSUMERS: gl.constexpr = a_stages.shape[0] // full.shape[0]
+    stage = wait_for_loads(full, step)
+    a_stage = a_stages.index(stage * CONSUMERS + CONSUMER)
+    if TRANSPOSED:
+        b_stage = b_stages.index(stage).slice(0, WIDTH, 0).permute([1, 0])
+    else:
+        b_stage = b_stages.index(stage).slice(0, WIDTH, 1)
+    return warpgroup_mma(a_stage, b_stage, acc, is_async=True)
+
+
+@gluon.jit
+def sum_products(
+    given, last, step, num_steps, CONSUMER: gl.constexpr, TRANSPOSED: gl.constexpr,
+    WIDTH: gl.constexpr,
+):  # fmt: skip
+    """Those of this consumer's rows and the first WIDTH columns of a tile. last: what is stored meanwhile."""
+    stages, _stagings, _full, empty, _queue, _offsets_ptr, _sizes = given
+    HEIGHT: gl.constexpr = stages[0].shape[1]
+    BITS: gl.constexpr = stages[0].dtype.primitive_bitwidth
+    acc = gl.zeros([HEIGHT, WIDTH], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 256 // BITS]))
+    if last is not None:
+        acc = multiply_step(acc, given, step, CONSUMER, TRANSPOSED, WIDTH)
+        store_boxes(last, 0)
+        acc = multiply_step(acc, given, step + 1, CONSUMER, TRANSPOSED, WIDTH)
+        store_boxes(last, 1)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        free_stage(empty, step)
+        for s in range(num_steps - 2):
+            acc = multiply_step(acc, given, step + s + 2, CONSUMER, TRANSPOSED, WIDTH)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            free_stage(empty, step + s + 1)
+    else:
+        for s in range(num_steps):
+            acc = multiply_step(acc, given, step + s, CONSUMER, TRANSPOSED, WIDTH)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            free_stage(empty, step + s - 1, pred=s > 0)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    free_stage(empty, step + num_steps - 1)
+    return acc
 
 
 @gluon.jit
@@ -258,96 +313,78 @@ def add_scaled(acc, product, scale):
 
 
 @gluon.jit
-def sum_products(
-    given, step, num_steps, CONSUMER: gl.constexpr, TRANSPOSED: gl.constexpr, LAYOUT: gl.constexpr,
-    PROMOTE: gl.constexpr, WIDTH: gl.constexpr,
-):  # fmt: skip
-    """Those of this consumer's rows and the first WIDTH columns of a tile."""
-    stages, _staging, full, empty, _queue, _ends, _offsets_ptr, _sizes = given
+def sum_blocks(given, step, num_steps, CONSUMER: gl.constexpr):
+    """As `sum_products`, of codes with scales of blocks."""
+    stages, _stagings, full, empty, _queue, _offsets_ptr, _sizes = given
     a_stages, _b_boxes, b_stages, scale_stages = stages
     HEIGHT: gl.constexpr = a_stages.shape[1]
+    BLOCK_N: gl.constexpr = b_stages.shape[1]
     CONSUMERS: gl.constexpr = a_stages.shape[0] // full.shape[0]
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [4, 1], [16, WIDTH, 256 // a_stages.dtype.primitive_bitwidth]
-    )
-    acc = gl.zeros([HEIGHT, WIDTH], gl.float32, layout)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    acc = gl.zeros([HEIGHT, BLOCK_N], gl.float32, layout)
     for s in range(num_steps):
         stage = wait_for_loads(full, step + s)
         a_stage = a_stages.index(stage * CONSUMERS + CONSUMER)
-        if TRANSPOSED:
-            b_stage = b_stages.index(stage).slice(0, WIDTH, 0).permute([1, 0])
-        else:
-            b_stage = b_stages.index(stage).slice(0, WIDTH, 1)
-        if LAYOUT == "square":
-            zero = gl.zeros([HEIGHT, WIDTH], gl.float32, layout)
-            product = warpgroup_mma(a_stage, b_stage, zero, use_acc=False, is_async=True)
-            of_step = scale_stages.index(stage)
-            scale = of_step.slice(CONSUMER * HEIGHT, HEIGHT).load(gl.SliceLayout(1, layout))
-            scale *= of_step.slice(CONSUMERS * HEIGHT, HEIGHT).load(gl.SliceLayout(1, layout))
-            product = warpgroup_mma_wait(0, deps=[product])
-            free_stage(empty, step + s)
-            acc = add_scaled(acc, product, scale)
-        elif PROMOTE:
-            acc = add_product(acc, a_stage, b_stage)
-            free_stage(empty, step + s)
-        else:
-            acc = warpgroup_mma(a_stage, b_stage, acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            free_stage(empty, step + s - 1, pred=s > 0)
-    if not PROMOTE:
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        free_stage(empty, step + num_steps - 1, pred=num_steps > 0)
+        product = product_apart(acc, a_stage, b_stages.index(stage).permute([1, 0]))
+        of_step = scale_stages.index(stage)
+        scale = of_step.slice(CONSUMER * HEIGHT, HEIGHT).load(gl.SliceLayout(1, layout))
+        scale *= of_step.slice(CONSUMERS * HEIGHT, HEIGHT).load(gl.SliceLayout(1, layout))
+        product = warpgroup_mma_wait(0, deps=[product])
+        free_stage(empty, step + s)
+        acc = add_scaled(acc, product, scale)
     return acc
 
 
 @gluon.jit
-def sum_halves(given, step, num_steps, CONSUMER: gl.constexpr):
-    """`sum_products` of all columns in split accumulation: their left half and their right half."""
-    stages, _staging, full, empty, _queue, _ends, _offsets_ptr, _sizes = given
+def sum_halves(given, last, step, num_steps, CONSUMER: gl.constexpr):
+    """As `sum_products` of all columns, in split accumulation: their left half and their right half."""
+    stages, _stagings, full, empty, _queue, _offsets_ptr, _sizes = given
     a_stages, _b_boxes, b_stages, _scale_stages = stages
-    HEIGHT: gl.constexpr = a_stages.shape[1]
     CONSUMERS: gl.constexpr = a_stages.shape[0] // full.shape[0]
-    left, right = zero_halves(HEIGHT, b_stages.shape[1])
-    for s in range(num_steps):
-        stage = wait_for_loads(full, step + s)
+    HALF: gl.constexpr = b_stages.shape[1] // 2
+    left, right = zero_halves(a_stages.shape[1], b_stages.shape[1])
+    STORED: gl.constexpr = 0 if last is None else 1  # steps meanwhile
+    if last is not None:
+        stage = wait_for_loads(full, step)
+        a_stage = a_stages.index(stage * CONSUMERS + CONSUMER)
+        product = product_apart(left, a_stage, b_stages.index(stage).slice(0, HALF, 0).permute([1, 0]))
+        store_boxes(last, 0)
+        left = left + warpgroup_mma_wait(0, deps=[product])
+        product = product_apart(right, a_stage, b_stages.index(stage).slice(HALF, HALF, 0).permute([1, 0]))
+        store_boxes(last, 1)
+        right = right + warpgroup_mma_wait(0, deps=[product])
+        free_stage(empty, step)
+    for s in range(num_steps - STORED):
+        stage = wait_for_loads(full, step + s + STORED)
         a_stage = a_stages.index(stage * CONSUMERS + CONSUMER)
         left, right = add_to_halves(left, right, a_stage, b_stages.index(stage))
-        free_stage(empty, step + s)
+        free_stage(empty, step + s + STORED)
     return left, right
 
 
 @gluon.jit
-def sum_and_scale(
-    given, scales, group, first, size, column, step, num_steps, CONSUMER: gl.constexpr, TRANSPOSED: gl.constexpr,
-    LAYOUT: gl.constexpr, PROMOTE: gl.constexpr, EARLY: gl.constexpr, WIDTH: gl.constexpr,
-):  # fmt: skip
-    """`sum_products`; EARLY: times the vectors, which are loaded before the products, whose time that takes."""
-    if EARLY:
-        stages, _staging, _full, _empty, _queue, _ends, _offsets_ptr, sizes = given
-        a_scale_ptr, b_scale_ptr, _a_scale_stride, _b_scale_stride = scales
-        HEIGHT: gl.constexpr = stages[0].shape[1]
-        row = CONSUMER * HEIGHT
-        of_columns_ptr = b_scale_ptr + group.to(gl.int64) * sizes[3] + column
-        of_rows, of_columns = load_vectors(
-            a_scale_ptr + first + row, of_columns_ptr, size - row, sizes[3] - column, HEIGHT, WIDTH,
-            gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32]),
-        )  # fmt: skip
-        acc = sum_products(given, step, num_steps, CONSUMER, TRANSPOSED, LAYOUT, PROMOTE, WIDTH)
-        return times_vectors(acc, of_rows, of_columns)
-    else:
-        return sum_products(given, step, num_steps, CONSUMER, TRANSPOSED, LAYOUT, PROMOTE, WIDTH)
+def sum_half(given, step, num_steps, CONSUMER: gl.constexpr):
+    """The left half of `sum_halves` alone."""
+    stages, _stagings, full, empty, _queue, _offsets_ptr, _sizes = given
+    a_stages, _b_boxes, b_stages, _scale_stages = stages
+    CONSUMERS: gl.constexpr = a_stages.shape[0] // full.shape[0]
+    HALF: gl.constexpr = b_stages.shape[1] // 2
+    acc, _ = zero_halves(a_stages.shape[1], b_stages.shape[1])
+    for s in range(num_steps):
+        stage = wait_for_loads(full, step + s)
+        a_stage = a_stages.index(stage * CONSUMERS + CONSUMER)
+        acc = add_product(acc, a_stage, b_stages.index(stage).slice(0, HALF, 0).permute([1, 0]))
+        free_stage(empty, step + s)
+    return acc
 
 
 @gluon.jit
-def finish(
-    acc, out, given, scales, added, group, first, size, column, CONSUMER: gl.constexpr, LAYOUT: gl.constexpr,
-    EARLY: gl.constexpr,
+def finished(
+    acc, out, staging, scales, added, group, first, size, row, column, C, LAYOUT: gl.constexpr, EARLY: gl.constexpr,
+    PART: gl.constexpr = 0,
 ):  # fmt: skip
-    """Scales and stores what `sum_and_scale` gave."""
-    stages, staging, full, _empty, _queue, _ends, _offsets_ptr, sizes = given
-    _rows, _num_groups, _R, C = sizes
+    """`finished_boxes` of acc times its scales."""
     a_scale_ptr, b_scale_ptr, a_scale_stride, b_scale_stride = scales
-    HEIGHT: gl.constexpr = acc.shape[0]
     vectors = None, None
     if LAYOUT == "tensor":  # one after the other, as `scale_sums`
         if a_scale_ptr is not None:
@@ -356,59 +393,101 @@ def finish(
             acc = acc * gl.load(b_scale_ptr + group * b_scale_stride)
     elif LAYOUT == "vector" and not EARLY:
         vectors = a_scale_ptr, b_scale_ptr
-    store_rows(
-        acc, out, staging, vectors, added, group, first, size, CONSUMER * HEIGHT, column, C, CONSUMER,
-        stages[0].shape[0] // full.shape[0], 0,
-    )  # fmt: skip
+    return finished_boxes(acc, out, staging, vectors, added, group, first, size, row, column, C, PART)
+
+
+@gluon.jit
+def sum_and_scale(
+    given, last, out, staging, scales, added, group, first, size, column, step, num_steps, CONSUMER: gl.constexpr,
+    TRANSPOSED: gl.constexpr, LAYOUT: gl.constexpr, PROMOTE: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    """`finished` sums of this consumer's rows and the first WIDTH columns of a tile. last: what is stored meanwhile."""
+    stages, _stagings, _full, _empty, _queue, _offsets_ptr, sizes = given
+    C = sizes[3]
+    HEIGHT: gl.constexpr = stages[0].shape[1]
+    BLOCK_N: gl.constexpr = stages[2].shape[1 if TRANSPOSED else 2]
+    row = CONSUMER * HEIGHT
+    if LAYOUT == "square":
+        acc = sum_blocks(given, step, num_steps, CONSUMER)
+        return finished(acc, out, staging, scales, added, group, first, size, row, column, C, LAYOUT, False)
+    elif PROMOTE and WIDTH == BLOCK_N:
+        left, right = sum_halves(given, last, step, num_steps, CONSUMER)
+        middle = column + WIDTH // 2
+        boxes = finished(left, out, staging, scales, added, group, first, size, row, column, C, LAYOUT, False, 0)
+        return boxes + finished(
+            right, out, staging, scales, added, group, first, size, row, middle, C, LAYOUT, False, 1
+        )
+    elif PROMOTE:
+        acc = sum_half(given, step, num_steps, CONSUMER)
+        return finished(acc, out, staging, scales, added, group, first, size, row, column, C, LAYOUT, False)
+    elif LAYOUT == "vector" and added[0] is None:
+        # The vectors are loaded before the products, whose time that takes; a bias needs their registers.
+        a_scale_ptr, b_scale_ptr, _a_scale_stride, _b_scale_stride = scales
+        of_columns_ptr = b_scale_ptr + group.to(gl.int64) * C + column
+        of_rows, of_columns = load_vectors(
+            a_scale_ptr + first + row, of_columns_ptr, size - row, C - column, HEIGHT, WIDTH,
+            gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32]),
+        )  # fmt: skip
+        acc = sum_products(given, last, step, num_steps, CONSUMER, TRANSPOSED, WIDTH)
+        acc = times_vectors(acc, of_rows, of_columns)
+        return finished(acc, out, staging, scales, added, group, first, size, row, column, C, LAYOUT, True)
+    else:
+        acc = sum_products(given, last, step, num_steps, CONSUMER, TRANSPOSED, WIDTH)
+        return finished(acc, out, staging, scales, added, group, first, size, row, column, C, LAYOUT, False)
 
 
 @gluon.jit
 def multiply(
     out, given, scales, added, CONSUMER: gl.constexpr, TRANSPOSED: gl.constexpr, LAYOUT: gl.constexpr,
-    PROMOTE: gl.constexpr, BAND: gl.constexpr,
+    PROMOTE: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
-    stages, staging, full, empty, queue, ends, offsets_ptr, sizes = given
+    stages, stagings, full, empty, queue, offsets_ptr, sizes = given
     a_stages, b_boxes, b_stages, _scale_stages = stages
+    staging = stagings[CONSUMER]
     rows, num_groups, R, C = sizes
     HEIGHT: gl.constexpr = a_stages.shape[1]
     CONSUMERS: gl.constexpr = a_stages.shape[0] // full.shape[0]
     BLOCK_N: gl.constexpr = b_stages.shape[1 if TRANSPOSED else 2]
     PARTS: gl.constexpr = b_boxes.shape[0] // full.shape[0]
     HALF: gl.constexpr = BLOCK_N // 2
-    IN_HALVES: gl.constexpr = PROMOTE and LAYOUT != "square"
-    EARLY: gl.constexpr = LAYOUT == "vector" and added[0] is None  # a bias needs registers, too
-    num_tiles_m = gl.max(read_ends(ends), axis=0)
-    num_tiles_n = gl.cdiv(C, BLOCK_N)
     num_steps = gl.cdiv(R, a_stages.shape[2])
     step = 0
     turn = 0
-    tile = take(queue, turn)
-    while tile < num_tiles_m * num_tiles_n:
-        group, first, size, tile_n = tile_of_groups(offsets_ptr, ends, tile, num_tiles_n, CONSUMERS * HEIGHT, BAND)
+    group, first, size, tile_n = take(queue, turn)
+    if LATE:
+        boxes = boxes_of_none(out, HEIGHT, BLOCK_N)
+        z, y, row, place = 0, 0, 0, gl.cdiv(C, BLOCK_N) * BLOCK_N  # behind the last column nothing is stored
+    while group >= 0:
         column = tile_n * BLOCK_N
         if CONSUMER > 0 and CONSUMER * HEIGHT >= size:
             for s in range(num_steps):
                 wait_for_loads(full, step + s)
                 free_stage(empty, step + s)
-        elif IN_HALVES and (PARTS == 1 or C - column > HALF):
-            left, right = sum_halves(given, step, num_steps, CONSUMER)
-            finish(left, out, given, scales, added, group, first, size, column, CONSUMER, LAYOUT, False)
-            finish(right, out, given, scales, added, group, first, size, column + HALF, CONSUMER, LAYOUT, False)
+        elif LATE:
+            last = boxes, (z, y, row), place, out, staging
+            boxes = sum_and_scale(
+                given, last, out, None, scales, added, group, first, size, column, step, num_steps, CONSUMER,
+                TRANSPOSED, LAYOUT, PROMOTE, BLOCK_N,
+            )  # fmt: skip
+            z, y, row = ragged_indices(first, size, CONSUMER * HEIGHT, 1)
+            place = column
         elif PARTS == 1 or C - column > HALF:
-            whole = sum_and_scale(
-                given, scales, group, first, size, column, step, num_steps, CONSUMER, TRANSPOSED, LAYOUT, PROMOTE,
-                EARLY, BLOCK_N,
+            sum_and_scale(
+                given, None, out, staging, scales, added, group, first, size, column, step, num_steps, CONSUMER,
+                TRANSPOSED, LAYOUT, PROMOTE, BLOCK_N,
             )  # fmt: skip
-            finish(whole, out, given, scales, added, group, first, size, column, CONSUMER, LAYOUT, EARLY)
         else:
-            half = sum_and_scale(
-                given, scales, group, first, size, column, step, num_steps, CONSUMER, TRANSPOSED, LAYOUT, PROMOTE,
-                EARLY, HALF,
+            sum_and_scale(
+                given, None, out, staging, scales, added, group, first, size, column, step, num_steps, CONSUMER,
+                TRANSPOSED, LAYOUT, PROMOTE, HALF,
             )  # fmt: skip
-            finish(half, out, given, scales, added, group, first, size, column, CONSUMER, LAYOUT, EARLY)
         step += num_steps
         turn += 1
-        tile = take(queue, turn)
+        group, first, size, tile_n = take(queue, turn)
+    if LATE:
+        last = boxes, (z, y, row), place, out, staging
+        store_boxes(last, 0)
+        store_boxes(last, 1)
     zero_tail(out, staging, offsets_ptr, rows, num_groups, C, CONSUMER, CONSUMERS)
     tma.store_wait(0)
 
@@ -436,6 +515,7 @@ def m_grouped_gluon_kernel(
     TRANSPOSED: gl.constexpr,  # b is [G, C, R]
     LAYOUT: gl.constexpr,  # of scales: "tensor", "vector", or "square", with three consumers, else two
     PROMOTE: gl.constexpr,
+    LATE: gl.constexpr,  # a tile is stored while the next one is multiplied, in more than one step
     NARROW: gl.constexpr,  # the last of the columns fill half a tile at most: b comes in boxes of half a tile
     BOXES: gl.constexpr,  # of each consumer, on their way to out
     BLOCK_M: gl.constexpr,
@@ -457,51 +537,45 @@ def m_grouped_gluon_kernel(
     PARTS: gl.constexpr = 2 if NARROW else 1
     B_STAGE: gl.constexpr = [BLOCK_N, BLOCK_K] if TRANSPOSED else [BLOCK_K, BLOCK_N]
     b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(b.block_shape[1:], b.dtype)
-    box_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(out.block_shape[2:], out.dtype)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     a_stages = gl.allocate_shared_memory(a.dtype, [CONSUMERS * STAGES, HEIGHT, BLOCK_K], a_layout)
     b_boxes = gl.allocate_shared_memory(b.dtype, [PARTS * STAGES, b.block_shape[1], b.block_shape[2]], b_layout)
     b_stages = b_boxes._reinterpret(b.dtype, [STAGES, B_STAGE[0], B_STAGE[1]], b_layout)
     scale_stages = gl.allocate_shared_memory(gl.float32, [STAGES, SCALES], plain)
-    staging = gl.allocate_shared_memory(out.dtype, [CONSUMERS * BOXES, HEIGHT, out.block_shape[3]], box_layout)
+    stagings = allocate_staging(out, BOXES, CONSUMERS)
     ends = gl.allocate_shared_memory(gl.int32, [GROUPS], plain)
-    numbers = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], plain)
-    handed = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=33 if LAYOUT == "square" else 1)
         mbarrier.init(empty.index(i), count=CONSUMERS)
-    if counter_ptr is not None:
-        for i in gl.static_range(SLOTS):
-            mbarrier.init(handed.index(i), count=1)
+    queue = make_queue(4, CONSUMERS + 1 if LAYOUT == "square" else CONSUMERS)
     fence_async_shared()
     count_tiles(offsets_ptr, num_groups, ends, BLOCK_M)
     stages = a_stages, b_boxes, b_stages, scale_stages
-    queue = counter_ptr, numbers, handed
     sizes = rows, num_groups, R, C
-    given = stages, staging, full, empty, queue, ends, offsets_ptr, sizes
+    given = stages, stagings, full, empty, queue, offsets_ptr, sizes
     scales = a_scale_ptr, b_scale_ptr, a_scale_stride, b_scale_stride
     added = bias_ptr, scales_ptr
     # Registers of a thread of each role but the first one's: no spills.
     if LAYOUT == "square":
         gl.warp_specialize(
             [
-                (multiply, (out, given, scales, added, 0, TRANSPOSED, LAYOUT, PROMOTE, BAND)),
-                (multiply, (out, given, scales, added, 1, TRANSPOSED, LAYOUT, PROMOTE, BAND)),
-                (multiply, (out, given, scales, added, 2, TRANSPOSED, LAYOUT, PROMOTE, BAND)),
-                (load, (a, b, given, TRANSPOSED, BAND)),
-                (load_scales, (given, scales, BAND)),
+                (multiply, (out, given, scales, added, 0, TRANSPOSED, LAYOUT, PROMOTE, LATE)),
+                (multiply, (out, given, scales, added, 1, TRANSPOSED, LAYOUT, PROMOTE, LATE)),
+                (multiply, (out, given, scales, added, 2, TRANSPOSED, LAYOUT, PROMOTE, LATE)),
+                (load, (a, b, given, ends, counter_ptr, TRANSPOSED, BAND)),
+                (load_scales, (given, scales)),
             ],
             [4, 4, 1, 1],
-            [160, 160, 40, 40],
+            [152, 152, 56, 56],
         )
     else:
         gl.warp_specialize(
             [
-                (multiply, (out, given, scales, added, 0, TRANSPOSED, LAYOUT, PROMOTE, BAND)),
-                (multiply, (out, given, scales, added, 1, TRANSPOSED, LAYOUT, PROMOTE, BAND)),
-                (load, (a, b, given, TRANSPOSED, BAND)),
+                (multiply, (out, given, scales, added, 0, TRANSPOSED, LAYOUT, PROMOTE, LATE)),
+                (multiply, (out, given, scales, added, 1, TRANSPOSED, LAYOUT, PROMOTE, LATE)),
+                (load, (a, b, given, ends, counter_ptr, TRANSPOSED, BAND)),
             ],
             [4, 1],
             [224, 56],
@@ -562,6 +636,7 @@ def m_grouped_gluon(
         TRANSPOSED=transposed,
         LAYOUT=layout,
         PROMOTE=promote,
+        LATE=layout == "tensor" and not narrow and R > config.block_k and out.itemsize == 2,
         NARROW=narrow,
         BOXES=boxes,
         BLOCK_M=config.block_m,

@@ -12,8 +12,9 @@ that programs at work together share few rows of either operand.
 In m_grouped no band has tiles of two groups, whose second operands differ, and the heights of a group's bands differ by
 one tile at most: of 17 tiles in bands of 16, the last one would load all columns for one tile.
 
-Where a tile's work grows with its group (k_grouped), the largest groups come first, and programs take tiles in
-serpentine order, so that the one with the most work in a round has the least in the next: no large group ends alone.
+Where a tile's work grows with its group (k_grouped), the largest groups come first, so that no large group ends alone.
+In Gluon programs take the next tile when they are free (`tile_queue_gluon`), in Triton in serpentine order, so that the
+one with the most work in a round has the least in the next.
 
     3 programs, 8 tiles:   0 1 2 | 5 4 3 | 6 7 -
 """

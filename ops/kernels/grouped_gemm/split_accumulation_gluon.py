@@ -13,9 +13,15 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 
 @gluon.jit
+def product_apart(acc, a_stage, b_stage):
+    """The product of a step, on its way: it is to be added to acc in float32."""
+    return warpgroup_mma(a_stage, b_stage, gl.zeros_like(acc), use_acc=False, is_async=True)
+
+
+@gluon.jit
 def add_product(acc, a_stage, b_stage):
     """acc + the product of a step, added in float32."""
-    product = warpgroup_mma(a_stage, b_stage, gl.zeros_like(acc), use_acc=False, is_async=True)
+    product = product_apart(acc, a_stage, b_stage)
     return acc + warpgroup_mma_wait(0, deps=[product])
 
 

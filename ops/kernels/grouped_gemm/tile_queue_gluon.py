@@ -1,9 +1,9 @@
-"""Which tile a program of `m_grouped_gluon` takes next, and which rows and columns that is.
+"""Which tile a program of a kernel in Gluon takes next, and how its warps come to know.
 
-Half-empty tiles take less time than others, so programs take the next tile when they are free. The loading warp takes
-its number from a counter in memory, and hands it on in shared memory, in one of SLOTS after the other. It is at most
-STAGES steps ahead of all others, and a tile has a step, so no slot is written before all have read it. Without a
-counter all know their tiles: those that the number of programs are apart.
+Tiles take different times, so programs take the next one when they are free. The loading warp takes its number from a
+counter in memory, finds what tile that is, and hands it on to all other roles in shared memory, by slots in turn:
+`handed` of a slot passes once it is written, `taken` once all have read it. Without a counter a program takes the tiles
+that the number of programs are apart.
 
 The order of tiles: `persistent_schedule`.
 
@@ -15,11 +15,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ops.kernels.grouped_gemm.high_precision_nt_gluon import sizes_of
-from ops.kernels.grouped_gemm.measured_tiles import MOST_QUEUED_STAGES
 from ops.kernels.grouped_gemm.persistent_schedule import tile_in_even_bands
 
-SLOTS = gl.constexpr(MOST_QUEUED_STAGES + 2)
+SLOTS = gl.constexpr(8)
 
 
 @gluon.jit
@@ -61,21 +59,94 @@ def tile_of_groups(offsets_ptr, ends, tile, num_n, BLOCK_M: gl.constexpr, BAND: 
 
 
 @gluon.jit
-def put(queue, turn, tile):
-    """The tile that this program takes in this turn, to all who `take` it."""
-    _counter_ptr, numbers, handed = queue
+def rank_groups(offsets_ptr, num_groups, ranks):
+    """Writes to `ranks` [GROUPS] how many groups are larger than each, or as large and before it; GROUPS for no group.
+
+    Of the warps of the program, before it is divided into roles.
+    """
+    GROUPS: gl.constexpr = ranks.shape[0]
+    layout: gl.constexpr = gl.BlockedLayout([GROUPS // 128, 32], [32, 1], [4, 1], [1, 0])
+    offs_g = gl.arange(0, GROUPS, gl.SliceLayout(1, layout))
+    mask_g = offs_g < num_groups
+    size_g = sizes_of(offsets_ptr, offs_g, mask_g)
+    count = gl.zeros([GROUPS], gl.int32, gl.SliceLayout(1, layout))
+    for start in range(0, num_groups, 32):
+        offs_h = start + gl.arange(0, 32, gl.SliceLayout(0, layout))
+        size_h = sizes_of(offsets_ptr, offs_h, offs_h < num_groups)
+        larger = gl.expand_dims(size_h, 0) > gl.expand_dims(size_g, 1)
+        before = gl.expand_dims(offs_h, 0) < gl.expand_dims(offs_g, 1)
+        tie = (gl.expand_dims(size_h, 0) == gl.expand_dims(size_g, 1)) & before
+        count += gl.sum((larger | tie).to(gl.int32), axis=1)
+    ranks.store(gl.where(mask_g, count, GROUPS))
+
+
+@gluon.jit
+def sizes_of(offsets_ptr, offs_g, mask_g):
+    """Of these groups; -1 where there is none."""
+    begin = gl.load(offsets_ptr + offs_g, mask=mask_g, other=1)
+    return (gl.load(offsets_ptr + offs_g + 1, mask=mask_g, other=0) - begin).to(gl.int32)
+
+
+@gluon.jit
+def find_group(offsets_ptr, ranks, rank):
+    """(group, first row, size) of the group with this rank. No warp needs another one."""
+    GROUPS: gl.constexpr = ranks.shape[0]
+    layout: gl.constexpr = gl.BlockedLayout([GROUPS // 32], [32], [gl.num_warps()], [0])
+    group = gl.sum(gl.where(ranks.load(layout) == rank, gl.arange(0, GROUPS, layout), 0), axis=0)
+    first = gl.load(offsets_ptr + group)
+    return group, first, (gl.load(offsets_ptr + group + 1) - first).to(gl.int32)
+
+
+@gluon.jit
+def make_queue(NUMBERS: gl.constexpr, TAKERS: gl.constexpr):
+    """Slots for so many numbers about a tile, for so many roles."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    slots = gl.allocate_shared_memory(gl.int32, [NUMBERS * SLOTS, 1], plain)
+    handed = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(handed.index(i), count=1)
+        mbarrier.init(taken.index(i), count=TAKERS)
+    return slots, handed, taken
+
+
+@gluon.jit
+def ask_next(counter_ptr):
+    """Asks for the number of the next tile, for `next_tile`: nothing waits for it before."""
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    lane = gl.arange(0, 32, lanes)
+    one = gl.full([32], 1, gl.int32, lanes)
+    return gl.atomic_add(counter_ptr + lane, one, mask=lane == 0, sem="relaxed")
+
+
+@gluon.jit
+def next_tile(asked):
+    lane = gl.arange(0, 32, asked.type.layout)
+    return gl.num_programs(0) + gl.sum(gl.where(lane == 0, asked, 0), axis=0)
+
+
+@gluon.jit
+def hand(queue, turn, numbers):
+    """Hands a tuple of int32 on to all who `take` it in this turn. The first is -1 if there is no tile any more."""
+    slots, handed, taken = queue
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    numbers.index(turn % SLOTS).store(gl.full([1], tile, gl.int32, layout))
-    mbarrier.arrive(handed.index(turn % SLOTS))
+    slot = turn % SLOTS
+    mbarrier.wait(taken.index(slot), (turn // SLOTS & 1) ^ 1)
+    for i in gl.static_range(len(numbers)):
+        slots.index(len(numbers) * slot + i).store(gl.full([1], numbers[i], gl.int32, layout))
+    mbarrier.arrive(handed.index(slot))
 
 
 @gluon.jit
 def take(queue, turn):
-    counter_ptr, numbers, handed = queue
-    if counter_ptr is None:
-        tile = gl.program_id(0) + turn * gl.num_programs(0)
-    else:
-        mbarrier.wait(handed.index(turn % SLOTS), turn // SLOTS & 1)
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        tile = gl.sum(numbers.index(turn % SLOTS).load(layout), axis=0)
-    return tile
+    """What `hand` was given for this turn."""
+    slots, handed, taken = queue
+    NUMBERS: gl.constexpr = slots.shape[0] // SLOTS
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    slot = turn % SLOTS
+    mbarrier.wait(handed.index(slot), turn // SLOTS & 1)
+    numbers = ()
+    for i in gl.static_range(NUMBERS):
+        numbers = numbers + (gl.sum(slots.index(NUMBERS * slot + i).load(layout), axis=0),)  # noqa: RUF005
+    mbarrier.arrive(taken.index(slot))
+    return numbers
