@@ -1,4 +1,4 @@
-"""TN and NN of 16-bit operands in Gluon: the same bits as in Triton, on a GPU, and which products take it."""
+"""Products of 16-bit operands in Gluon: the same bits as in Triton, on a GPU, and which ones take it."""
 
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ops.kernels.grouped_gemm import high_precision, tile_rules
-from ops.kernels.grouped_gemm.high_precision import m_grouped_triton
+from ops.kernels.grouped_gemm.float8 import grouped_gemm_nt_float8_triton
+from ops.kernels.grouped_gemm.high_precision import grouped_gemm_nt_triton, m_grouped_triton
 from ops.kernels.grouped_gemm.measured_tiles import GLUON_GROUPS, Gemm, why_not_tile
 from ops.kernels.grouped_gemm.tile_rules import QUEUED_IN_GLUON, QUEUED_ROWS, has_fast_memory, m_grouped_config
 from recipes.tensors.splits import Splits
@@ -138,3 +139,91 @@ def test_a_captured_product_takes_other_splits(monkeypatch):
         mine = (owner == group).nonzero()[:, 0]
         expected = a[mine].double() @ w[group].double().T
         torch.testing.assert_close(out[mine].double(), expected, rtol=1e-2, atol=0.2)
+
+
+@pytest.mark.gpu
+@settings(max_examples=20, deadline=None)
+@given(
+    sizes=st.one_of(
+        st.lists(st.sampled_from([0, 0, 1, 31, 32, 33, 64, 65, 127, 128, 129, 500, 2000]), min_size=1, max_size=140),
+        st.lists(st.sampled_from([0, 0, 0, 0, 1, 300]), min_size=300, max_size=400),
+    ),
+    N=st.sampled_from([16, 64, 128, 144, 192, 256, 400, 1024]),
+    K=st.sampled_from([16, 128, 136, 256, 400, 1024]),
+    has_alpha=st.booleans(),
+    reverse=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_weight_gradients_have_the_bits_of_triton(sizes, N, K, has_alpha, reverse, seed):
+    reason = gates.why_no_gluon(torch.cuda.get_device_capability())
+    if reason is not None:
+        pytest.skip(reason)
+    torch.manual_seed(seed)
+    G, rows = len(sizes), max(sum(sizes), 1)
+    offsets = Splits.make(sizes, rows=rows, device="cuda").offsets
+    dy, x = (torch.randn(rows, width, device="cuda").bfloat16() for width in (N, K))
+    alpha = torch.rand(G, device="cuda") + 0.5 if has_alpha else None
+    if alpha is not None:
+        alpha[[not size for size in sizes]] = float("nan")  # of groups without rows it may be anything
+
+    def product():
+        out = torch.full((G, N, K), 7.0, dtype=torch.bfloat16, device="cuda")
+        grouped_gemm_nt_triton(dy, x, offsets, alpha, out, False, reverse=reverse)
+        return out
+
+    forget()
+    with patch.object(high_precision, "k_grouped_gluon", wraps=high_precision.k_grouped_gluon) as gluon:
+        dw, again = product(), product()
+    with patch.object(high_precision, "why_no_gluon", lambda capability: "In Triton."):
+        forget()
+        expected = product()
+    forget()
+    assert gluon.called
+    assert torch.equal(dw, expected) and torch.equal(dw, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("codes", [False, True], ids=["bf16", "codes"])
+def test_captured_weight_gradients_take_other_splits(codes):
+    reason = gates.why_no_gluon(torch.cuda.get_device_capability())
+    if reason is not None:
+        pytest.skip(reason)
+    G, rows, N, K = 200, 20_000, 192, 400
+    P = rows + 16 * G
+    dy, x = (torch.randn(P, width, device="cuda").bfloat16() for width in (N, K))
+    out = torch.empty(G, N, K, device="cuda", dtype=torch.bfloat16)
+    one = torch.ones(G, device="cuda")
+    dy_T, x_T = (values.T.contiguous().to(torch.float8_e4m3fn) for values in (dy, x))
+    unit = 16 if codes else 1
+
+    def offsets_of(seed):
+        torch.manual_seed(seed)
+        chances = torch.rand(G) * (torch.rand(G) > 0.8)  # most groups are empty
+        sizes = torch.multinomial(chances, rows, replacement=True).bincount(minlength=G)
+        ends = (-(-sizes // unit) * unit).cumsum(0)
+        return torch.cat([torch.zeros(1, dtype=torch.int64), ends]).cuda()
+
+    offsets = offsets_of(0)
+
+    def product():
+        if codes:
+            grouped_gemm_nt_float8_triton(dy_T, one, x_T, one, offsets, out, True)
+        else:
+            grouped_gemm_nt_triton(dy, x, offsets, None, out, False)
+
+    product()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        product()
+    left, right = (dy_T.T.double(), x_T.T.double()) if codes else (dy.double(), x.double())
+    for seed in range(1, 31):
+        offsets.copy_(offsets_of(seed))
+        out.fill_(7)
+        graph.replay()
+        replayed = out.clone()
+        product()
+        assert torch.equal(out, replayed)
+        ends = offsets.tolist()
+        for group in range(seed % 10, G, 10):
+            mine = slice(ends[group], ends[group + 1])
+            torch.testing.assert_close(out[group].double(), left[mine].T @ right[mine], rtol=1e-2, atol=0.5)

@@ -306,7 +306,7 @@ def test_explain_names_gluon(on):
     wgrad = f"{rows} in Gluon, wgrad 128x256x32, 8 warps, 8 stages in Gluon"
     for main_grad, words in ((False, wgrad), (True, f"{wgrad}, {FEWER_ADDED}")):
         found = lines(main_grad=main_grad)
-        fewer = f"fprop and dgrad below 384 rows a group {rows}, fprop and dgrad below 96 rows"
+        fewer = f"fprop and dgrad below 256 rows a group {rows}, fprop and dgrad below 96 rows"
         assert found and all(f"{words}, {fewer}" in line for line in found)
     on(*HOPPER, gluon=True, fast_memory=False)
     found, few = lines(), "fprop and dgrad below 96 rows"

@@ -141,7 +141,11 @@ def zero_tail(out, staging, offsets_ptr, rows, num_groups, C, CONSUMER: gl.const
     """Zeros in the rows of no group, shared among the consumers of all programs."""
     HEIGHT: gl.constexpr = out.block_shape[2]
     WIDTH: gl.constexpr = out.block_shape[3]
-    first = gl.load(offsets_ptr + num_groups)
+    # Through assembly: else Triton 3.7 computes the address before the products, and spills it.
+    last = gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [num_groups], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+    first = gl.load(offsets_ptr + last)
     size = (rows - first).to(gl.int32)
     if size > 0:
         num_tiles_n = gl.cdiv(C, WIDTH)
@@ -613,6 +617,9 @@ def m_grouped_gluon(
     in_order = blockwise and rows >= IN_ORDER_ROWS * G and has_fast_memory(out)
     num_tiles = most_tiles(rows, G, config.block_m) * cdiv(C, config.block_n)
     narrow = not blockwise and 0 < C % config.block_n <= config.block_n // 2
+    # For the others there are no registers.
+    late = layout == "tensor" and not narrow and R > config.block_k and out.itemsize == 2
+    late = late and (bias is None or not promote)
     width = config.block_n // 2 if narrow else config.block_n
     b_box = (width, config.block_k) if transposed else (config.block_k, width)
     _m_grouped(
@@ -636,7 +643,7 @@ def m_grouped_gluon(
         TRANSPOSED=transposed,
         LAYOUT=layout,
         PROMOTE=promote,
-        LATE=layout == "tensor" and not narrow and R > config.block_k and out.itemsize == 2,
+        LATE=late,
         NARROW=narrow,
         BOXES=boxes,
         BLOCK_M=config.block_m,
