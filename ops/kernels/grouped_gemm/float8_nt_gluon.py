@@ -49,7 +49,7 @@ from ops.kernels.grouped_gemm.m_grouped_gluon import HEIGHT, load_vectors, times
 from ops.kernels.grouped_gemm.measured_tiles import BOX_BYTES
 from ops.kernels.grouped_gemm.persistent_schedule import band, multiprocessors, tile_in_bands
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, ragged_indices
-from ops.kernels.grouped_gemm.split_accumulation_gluon import add_to_halves, product_apart, zero_halves
+from ops.kernels.grouped_gemm.split_accumulation_gluon import add_to_halves, zero_halves
 from ops.kernels.grouped_gemm.stores_gluon import (
     allocate_staging,
     boxes_of_none,
@@ -222,22 +222,17 @@ def sum_split(given, last, step, num_steps, CONSUMER: gl.constexpr):
     dy_stages, x_stages, _dy_scale_stages, _x_scale_stages = stages
     STAGES: gl.constexpr = full.shape[0]
     CONSUMERS: gl.constexpr = dy_stages.shape[0] // STAGES
-    HALF: gl.constexpr = x_stages.shape[1] // 2
     left, right = zero_halves(dy_stages.shape[1], x_stages.shape[1])
     STORED: gl.constexpr = 0 if last is None else 1  # steps meanwhile
     if last is not None:
         stage = wait_for_loads(full, step)
         dy_stage = dy_stages.index(stage * CONSUMERS + CONSUMER)
-        product = product_apart(left, dy_stage, x_stages.index(stage).slice(0, HALF, 0).permute([1, 0]))
-        store_boxes(last, 0)
-        left = left + warpgroup_mma_wait(0, deps=[product])
-        product = product_apart(right, dy_stage, x_stages.index(stage).slice(HALF, HALF, 0).permute([1, 0]))
-        store_boxes(last, 1)
-        right = right + warpgroup_mma_wait(0, deps=[product])
+        left, right = add_to_halves(left, right, dy_stage, x_stages.index(stage), last)
         free_stage(empty, step, STAGES, CONSUMER)
     for s in range(num_steps - STORED):
         stage = wait_for_loads(full, step + s + STORED)
-        left, right = add_to_halves(left, right, dy_stages.index(stage * CONSUMERS + CONSUMER), x_stages.index(stage))
+        dy_stage = dy_stages.index(stage * CONSUMERS + CONSUMER)
+        left, right = add_to_halves(left, right, dy_stage, x_stages.index(stage), None)
         free_stage(empty, step + s + STORED, STAGES, CONSUMER)
     return left, right
 

@@ -345,23 +345,17 @@ def sum_halves(given, last, step, num_steps, CONSUMER: gl.constexpr):
     stages, _stagings, full, empty, _queue, _offsets_ptr, _sizes = given
     a_stages, _b_boxes, b_stages, _scale_stages = stages
     CONSUMERS: gl.constexpr = a_stages.shape[0] // full.shape[0]
-    HALF: gl.constexpr = b_stages.shape[1] // 2
     left, right = zero_halves(a_stages.shape[1], b_stages.shape[1])
     STORED: gl.constexpr = 0 if last is None else 1  # steps meanwhile
     if last is not None:
         stage = wait_for_loads(full, step)
         a_stage = a_stages.index(stage * CONSUMERS + CONSUMER)
-        product = product_apart(left, a_stage, b_stages.index(stage).slice(0, HALF, 0).permute([1, 0]))
-        store_boxes(last, 0)
-        left = left + warpgroup_mma_wait(0, deps=[product])
-        product = product_apart(right, a_stage, b_stages.index(stage).slice(HALF, HALF, 0).permute([1, 0]))
-        store_boxes(last, 1)
-        right = right + warpgroup_mma_wait(0, deps=[product])
+        left, right = add_to_halves(left, right, a_stage, b_stages.index(stage), last)
         free_stage(empty, step)
     for s in range(num_steps - STORED):
         stage = wait_for_loads(full, step + s + STORED)
         a_stage = a_stages.index(stage * CONSUMERS + CONSUMER)
-        left, right = add_to_halves(left, right, a_stage, b_stages.index(stage))
+        left, right = add_to_halves(left, right, a_stage, b_stages.index(stage), None)
         free_stage(empty, step + s + STORED)
     return left, right
 

@@ -11,6 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from ops.kernels.grouped_gemm.stores_gluon import store_boxes
+
 
 @gluon.jit
 def product_apart(acc, a_stage, b_stage):
@@ -34,9 +36,16 @@ def zero_halves(HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def add_to_halves(left, right, a_stage, b_stage):
-    """Adds a step's product in float32, one half after the other, so that it fits the registers. b_stage [C, R]."""
+def add_to_halves(left, right, a_stage, b_stage, last):
+    """Adds a step's product in float32, one half after the other, so that it fits the registers. b_stage [C, R]. last:
+    what is stored meanwhile (`store_boxes`), or None."""
     HALF: gl.constexpr = left.shape[1]
-    left = add_product(left, a_stage, b_stage.slice(0, HALF, 0).permute([1, 0]))
-    right = add_product(right, a_stage, b_stage.slice(HALF, HALF, 0).permute([1, 0]))
+    product = product_apart(left, a_stage, b_stage.slice(0, HALF, 0).permute([1, 0]))
+    if last is not None:
+        store_boxes(last, 0)
+    left = left + warpgroup_mma_wait(0, deps=[product])
+    product = product_apart(right, a_stage, b_stage.slice(HALF, HALF, 0).permute([1, 0]))
+    if last is not None:
+        store_boxes(last, 1)
+    right = right + warpgroup_mma_wait(0, deps=[product])
     return left, right
