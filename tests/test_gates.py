@@ -116,6 +116,8 @@ def test_weight_gradients_of_16_bit_operands_take_them():
     (WGRAD._replace(accumulate=True), {}, "is for weight gradients that are written, or added to float32"),
     (WGRAD._replace(product="TN"), {"block_k": 64, "num_stages": 4}, None),
     (WGRAD._replace(product="NN"), {"num_stages": 2}, None),
+    (WGRAD, {"num_stages": 2}, None),
+    (WGRAD._replace(product="TN"), {}, None),
     (WGRAD._replace(product="TN"), {"num_stages": 1}, "two stages or more"),
     (WGRAD._replace(product="NN"), {"num_stages": 1}, "two stages or more"),
     (WGRAD._replace(product="TN"), {"block_k": 128, "num_stages": 2}, "64 features a step"),
