@@ -176,6 +176,8 @@ class LowRankAdapter(OperationWithWeights):
         gives up the copies: should it be frozen again, it is another."""
         if self.is_stand_in:
             return None
+        if any(name in self._parameters and self._parameters[name] is None for name in self.weight_names):
+            return self._frozen  # they are being moved
         if any(requires_grad(self, name) or self._has_gradient(name) for name in self.weight_names):
             self._frozen = None
         elif self._frozen is None:

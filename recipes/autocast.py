@@ -16,7 +16,7 @@ from recipes.amax_reduction import check_group
 from recipes.arguments import as_flag
 from recipes.effects import Effect, perform, recording
 from recipes.pending import PendingUpdates, RecordsAmaxes, end_steps, forget
-from recipes.recipe import HighPrecision, Recipe, as_batch_invariant
+from recipes.recipe import HighPrecision, Recipe, as_batch_invariant, recipe_within
 from recipes.registry import as_recipe
 from recipes.stack import (
     ActiveRecipe,
@@ -25,8 +25,9 @@ from recipes.stack import (
     is_batch_invariant,
     key_of_traced,
     open_entries,
+    own_entries,
     push,
-    recipe_in_use,
+    recipe_of,
     remove,
     seen,
 )
@@ -68,6 +69,9 @@ class autocast(ContextDecorator):
     than `recipe`, `enabled` and `batch_invariant` (NotImplementedError).
     """
 
+    _entry: ActiveRecipe | None = None
+    _around: tuple[str, bool] | None = None  # what was seen before it was entered where torch.compile traces
+
     def __init__(
         self,
         recipe: Recipe | str | None = None,
@@ -85,7 +89,6 @@ class autocast(ContextDecorator):
         _check_kinds(amax_reduction_group, keep_weights, scales)
         self._group = amax_reduction_group
         self._settings = scales, keep_weights
-        self._entry: ActiveRecipe | None = None
         self._is_outermost = False
 
     def __call__(self, function: Decorated) -> Decorated:
@@ -108,8 +111,8 @@ class autocast(ContextDecorator):
             return self._recipe
         if self._entry is not None:
             raise RuntimeError("This autocast is open already. Make one for each `with` statement.")
-        recipe = recipe_in_use(self._recipe)
-        outside = open_entries()
+        recipe = recipe_within(self._recipe, recipe_of(open_entries()))
+        outside = own_entries()
         self._is_outermost = not outside
         if outside:
             self._entry = ActiveRecipe(self, recipe, outside[0].updates, *self._settings)
@@ -121,7 +124,11 @@ class autocast(ContextDecorator):
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if torch.compiler.is_compiling():
+            seen.recipe, seen.inside = self._around  # type: ignore[misc]  # of `__enter__`
+            return
+        if self._around is not None:  # it was entered where torch.compile traced, before its graph broke
             seen.recipe, seen.inside = self._around
+            self._around = None
             return
         entry, self._entry = self._entry, None
         if entry is None:

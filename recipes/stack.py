@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from recipes.pending import PendingUpdates
-from recipes.recipe import HighPrecision, Recipe, recipe_within
+from recipes.recipe import HighPrecision, Recipe, Role, recipe_within
 
 _HIGH_PRECISION = HighPrecision()
 
@@ -86,6 +86,7 @@ class ActiveRecipe:
     __slots__ = (
         "__weakref__",
         "_holder",
+        "around",
         "in_backward",
         "is_reopened",
         "keep_weights",
@@ -117,6 +118,7 @@ class ActiveRecipe:
         self.records = records
         self.in_backward = torch._C._current_graph_task_id() >= 0
         self.is_reopened = False
+        self.around: tuple[str, bool] | None = None  # what torch.compile saw where it was opened within what is traced
 
     @property
     def is_open(self) -> bool:
@@ -145,7 +147,8 @@ _stack: ContextVar[Stack] = ContextVar("fuser_recipes", default=())
 class SeenByCompile:
     """What torch.compile sees of the stack, which it cannot read: it compares these before it runs what it compiled.
 
-    recipe: the key of the current recipe. inside: whether that is of an `autocast` within what is traced
+    recipe: the key of the current recipe. inside: whether that is of an `autocast` within what is traced; where the
+        graph breaks there, what runs as it is finds it here (`open_entries`)
     Of all threads the one that changed its stack last is seen; what runs compares with its own.
     """
 
@@ -173,43 +176,72 @@ def traced_recipe(key: str) -> Recipe:
 def _set(entries: Stack) -> None:
     _stack.set(entries)
     seen.recipe = entries[-1].key if entries else _HIGH_PRECISION_KEY
+    seen.inside = False
 
 
-def open_entries() -> Stack:
-    """The open entries of this thread, innermost last."""
+def own_entries() -> Stack:
+    """The open entries of this thread, innermost last, without an `autocast` that torch.compile traced."""
     entries = _stack.get()
     for entry in entries:
         if entry._holder() is None:  # as `is_open`, which costs a call
             entries = tuple([other for other in entries if other.is_open])
-            _set(entries)
+            if seen.inside:
+                _stack.set(entries)
+            else:
+                _set(entries)
             break
     return entries
 
 
+def open_entries() -> Stack:
+    """The open entries of this thread, innermost last. Where the graph of torch.compile broke within an `autocast` that
+    it traced, that one comes last."""
+    entries = own_entries()
+    return (*entries, _entry_of_traced(seen.recipe)) if seen.inside else entries
+
+
+class _Holder:
+    """Keeps entries open as long as it is alive."""
+
+
+_OF_TRACED = _Holder()
+_entries_of_traced: dict[tuple[str, bool], ActiveRecipe] = {}
+
+
+def _entry_of_traced(key: str) -> ActiveRecipe:
+    in_backward = torch._C._current_graph_task_id() >= 0
+    entry = _entries_of_traced.get((key, in_backward))
+    if entry is None:
+        entry = _entries_of_traced[key, in_backward] = ActiveRecipe(_OF_TRACED, _traced[key], PendingUpdates())
+    return entry
+
+
 def push(entry: ActiveRecipe) -> None:
     """Add the entry as the innermost one of this thread."""
-    _set((*open_entries(), entry))
+    entry.around = (seen.recipe, True) if seen.inside else None
+    _set((*own_entries(), entry))
 
 
 def remove(entry: ActiveRecipe) -> None:
     """Close the entry and remove it, even if it is not the innermost one."""
     entry.close()
-    open_entries()
+    own_entries()
+    if entry.around is not None:
+        seen.recipe, seen.inside = entry.around
 
 
 @contextmanager
 def entered(entries: Stack) -> Iterator[None]:
     """Use only these entries as this thread's stack inside; () means no open context."""
     before = _stack.get()
+    around = (seen.recipe, True) if seen.inside else None
     _set(entries)
     try:
         yield
     finally:
         _set(before)
-
-
-class _Holder:
-    """Keeps re-entered entries open as long as it is alive."""
+        if around is not None:
+            seen.recipe, seen.inside = around
 
 
 _NOTHING = nullcontext()
@@ -231,8 +263,27 @@ def _reentered(entries: Stack, records: bool) -> Iterator[None]:
 
 
 def current_recipe() -> Recipe:
-    """The recipe of the innermost open `autocast` of this thread; `HighPrecision()` if there is none."""
-    return recipe_of(open_entries())
+    """The recipe of the innermost open `autocast` of this thread; `HighPrecision()` if there is none.
+
+    Raises RuntimeError where the graph of torch.compile broke within a traced `autocast` of a stateful recipe.
+    """
+    recipe = recipe_of(open_entries())
+    if seen.inside and keeps_state(recipe):
+        raise RuntimeError(why_not_inside(recipe))
+    return recipe
+
+
+def keeps_state(recipe: Recipe) -> bool:
+    """Whether a cast of it does."""
+    return any(quantizer is not None and quantizer.keeps_state for quantizer in map(recipe.quantizer, Role))
+
+
+def why_not_inside(recipe: Recipe) -> str:
+    """Why an `autocast` of a stateful recipe is not for functions that torch.compile traces."""
+    return (
+        f"autocast({recipe.name!r}) is opened within the compiled function, and its scales move on where it ends, "
+        "which is not traced. Open it around the call."
+    )
 
 
 def are_ordinary(entries: Stack) -> bool:
@@ -252,7 +303,7 @@ def recipe_in_use(own: Recipe | None) -> Recipe:
 
 def current_updates() -> PendingUpdates | None:
     """The updates that the end of the outermost `autocast` performs; None outside of any."""
-    entries = open_entries()
+    entries = own_entries()
     return entries[0].updates if entries else None
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import fuser
-from fuser import Sequential, autocast, ops
+from fuser import Sequential, autocast, lora, ops
 from recipes import (
     E4M3,
     CustomRecipe,
@@ -547,3 +547,35 @@ def test_what_cannot_be_held_is_refused_before_anything_is_changed() -> None:
     with pytest.raises(ValueError, match="Transposed stores its weights in another layout"):
         fuser.to_quantized(layers, "mxfp8")
     assert not held(layers)
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["fresh", "trained"])
+def test_values_are_quantized_with_the_delayed_scale_that_is_loaded_with_them(trained: bool) -> None:
+    def model(std: float, steps: int) -> Sequential:
+        layer = ops.Linear(64, 64, bias=False)
+        nn.init.normal_(layer.weight, 0, std)
+        held = fuser.to_quantized(Sequential(layer), "fp8_delayed")
+        for _ in range(steps):
+            with autocast("fp8_delayed"):
+                held(torch.randn(8, 64)).sum().backward()
+        return held
+
+    source, target = model(0.25, 2), model(0.006, 2 if trained else 0)
+    values = copy.deepcopy(fuser.dequantized_state_dict(source.state_dict()))
+    target.load_state_dict(values)
+    loaded: Any = target[0].weight
+    torch.testing.assert_close(loaded.dequantize(), values["0.weight"], rtol=2**-4, atol=2**-9 / 400)
+    once = loaded.dequantize().clone()
+    target.load_state_dict(values)
+    assert torch.equal(target[0].weight.dequantize(), once)
+    assert torch.equal(target[0].quantizer_weight_scale, source[0].quantizer_weight_scale)
+
+
+@pytest.mark.parametrize("move", ["cpu", "float", "bfloat16", "share_memory", "meta"])
+def test_adapters_over_held_weights_move_with_them(move: str) -> None:
+    model = fuser.to_quantized(Sequential(ops.Linear(32, 64), ops.GELU(), ops.Linear(64, 32)), "mxfp8")
+    lora.add(model, rank=4)
+    names = [name for name, _ in model.named_parameters()]
+    moved = model.to("meta") if move == "meta" else getattr(model, move)()
+    assert moved is model and [name for name, _ in model.named_parameters()] == names
+    assert isinstance(model[0].weight, QuantizedParameter) == (move not in ("bfloat16",))

@@ -14,8 +14,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ops
-from fuser import Branch, Sequential, autocast, constant_weights, quantize, to_quantized
+from fuser import Branch, Sequential, autocast, checkpoint, constant_weights, quantize, to_quantized
+from recipes.recipe import HighPrecision
 from recipes.registry import RECIPES
+from recipes.stack import key_of, seen
 from tests.pairwise import rest
 
 H, F, E = 64, 32, 4  # hidden size, features of an expert, experts
@@ -405,14 +407,91 @@ def test_what_cannot_be_traced_is_refused_with_the_reason_and_runs_as_it_is_othe
         torch.compile(run, backend="aot_eager", fullgraph=True)(x)
     torch.compiler.reset()
     partly = torch.compile(run, backend="aot_eager")
-    if case == "missing":
-        with pytest.raises(ValueError, match=reason):
+    if case in ("missing", "delayed scaling inside"):
+        with pytest.raises(ValueError if case == "missing" else RuntimeError, match=reason):
             partly(x)
         return
     for _ in range(2):
         found, expected = (step(layer, None, x, function) for function in (partly, run))
-        if case != "delayed scaling inside":
-            assert_same(found, expected)
+        assert_same(found, expected)
+
+
+class OwnAutocast(torch.nn.Module):
+    """A module that is not traced, with an autocast of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Sequential(ops.Linear(H, H))
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        with autocast("fp8_current"):
+            return self.layer(x)
+
+
+def broken() -> dict[str, Callable[[], tuple[torch.nn.Module, Callable[[torch.nn.Module, Tensor], Any]]]]:
+    """What runs as it is within an autocast that is traced: a module, and how it is called."""
+    return {
+        "disabled": lambda: (Sequential(ops.Linear(H, H)), lambda module, x: torch.compiler.disable(module)(x)),
+        "autocast of its own": lambda: (OwnAutocast(), lambda module, x: module(x)),
+        "checkpoint": lambda: (Sequential(ops.Linear(H, H)), checkpoint),
+    }
+
+
+@pytest.mark.parametrize("case", broken())
+def test_a_broken_graph_keeps_the_recipe_of_an_autocast_that_is_traced(case):
+    first, call = broken()[case]()
+    second, x = Sequential(ops.Linear(H, H), ops.GELU()), torch.randn(24, H)
+    both = torch.nn.ModuleList([first, second])
+
+    def run(x: Tensor) -> Any:
+        with autocast("mxfp8"):
+            return second(call(first, x)) + 1
+
+    torch.compiler.reset()
+    partly = torch.compile(run, backend="aot_eager")
+    for _ in range(2):
+        found, expected = (step(both, None, x, function) for function in (partly, run))
+        assert_same(found, expected)
+    plain = second(x)
+    assert torch.equal(torch.compile(lambda x: second(x) * 1, backend="aot_eager")(x), plain)
+    assert torch.equal(second(x), plain) and seen.recipe == key_of(HighPrecision()) and not seen.inside
+
+
+def test_an_error_within_an_autocast_that_is_traced_is_the_callers_and_ends_it():
+    layer, x = Sequential(ops.Linear(H, H)), torch.randn(24, H)
+
+    @torch.compiler.disable
+    def fail(x: Tensor) -> Tensor:
+        raise ValueError("bad batch")
+
+    def run(x: Tensor) -> Any:
+        with autocast("mxfp8"):
+            return fail(layer(x))
+
+    torch.compiler.reset()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="bad batch"):
+            torch.compile(run, backend="aot_eager")(x)
+        assert torch.equal(torch.compile(lambda x: layer(x) * 1, backend="aot_eager")(x), layer(x))
+    assert seen.recipe == key_of(HighPrecision()) and not seen.inside
+
+
+def test_exports_and_paths_of_nested_pipelines_that_change_are_noticed():
+    inner = Sequential(ops.MakeExtraOutput("a"), ops.Linear(H, H), exports=["a"])
+    model = Sequential(ops.MakeExtraOutput("a"), inner, ops.AddExtraInput("a"))
+    x = torch.randn(24, H)
+    run = torch.compile(lambda x: model(x) * 1, backend="aot_eager", fullgraph=True)
+    assert torch.equal(run(x), model(x))
+    inner.exports = ()
+    assert torch.equal(run(x), model(x))
+
+
+def test_loading_a_state_dict_changes_no_setting():
+    layer, x = Sequential(ops.Linear(H, H), ops.GELU()), torch.randn(24, H)
+    program = torch.export.export(layer, (x,)).module()
+    layer.load_state_dict(layer.state_dict())
+    assert torch.equal(program(x), layer(x))
 
 
 @pytest.mark.parametrize("setting", ["accumulate_into_main_grad", "delay_wgrad_compute"])

@@ -466,7 +466,8 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
             leave_extra_state(state_dict, prefix)
         prepare_loading(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self.exchanges_parameters = False  # with assign=True it has set parameters once
+        if self.exchanges_parameters:
+            self.exchanges_parameters = False  # with assign=True it has set parameters once
 
 
 class Optional(NamedTuple):

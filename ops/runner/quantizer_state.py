@@ -128,7 +128,8 @@ def _is_ready(tensor: Tensor, shape: tuple[int, ...], device: torch.device | Non
 
 @torch.inference_mode(False)
 def prepare_loading(operation: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
-    """Make the operation's state buffers those that `state_dict` holds under `prefix`."""
+    """Make the operation's state buffers those that `state_dict` holds under `prefix`, with their values: weights that
+    are held quantized are written with the scale that comes with them, and torch loads buffers last."""
     for name in list(held_names(operation._buffers)):
         if prefix + name not in state_dict:
             del operation._buffers[name]
@@ -138,7 +139,10 @@ def prepare_loading(operation: nn.Module, state_dict: Mapping[str, Any], prefix:
             mine = operation._buffers.get(name)
             if mine is None or mine.shape != value.shape:
                 device = next((p.device for p in operation.parameters()), value.device)
-                operation.register_buffer(name, torch.empty(value.shape, dtype=torch.float32, device=device))
+                mine = torch.empty(value.shape, dtype=torch.float32, device=device)
+                operation.register_buffer(name, mine)
+            if not value.is_meta and not mine.is_inference():
+                mine.detach().copy_(value)
 
 
 def leave_extra_state(state_dict: dict[str, Any], prefix: str) -> None:

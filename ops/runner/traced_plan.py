@@ -43,7 +43,7 @@ from ops.runner.run import Call, Pipeline, step_of
 from ops.runner.torch_autocast import without_autocast
 from ops.runner.views import View, in_own_memory, memory_number, restored, view_in
 from recipes.recipe import Recipe
-from recipes.stack import Stack, current_recipe, open_entries
+from recipes.stack import Stack, own_entries, recipe_of
 from recipes.tensors.abstract import is_abstract, with_known_memory
 from recipes.tensors.splits import Splits
 from recipes.triton.replay import Kept, how
@@ -252,13 +252,13 @@ class TracedPlan:
         if wrapper is not None:
             leave_states(wrapper, self._state_names)
             self._wrapper.entered(wrapper)
-        if not run.repeats or not may_repeat(tensors[0].device, open_entries()):
+        if not run.repeats or not may_repeat(tensors[0].device, own_entries()):
             return self._execute(run, tensors, self._operations, pipeline)
         states = [state for held in self._states for state in held.values()]
         made, left = _repeated(
             run.kept[0], (*tensors, *states), (), lambda: self._execute(run, tensors, self._operations, pipeline)
         )
-        return made, None if left is None else left._replace(entries=open_entries())
+        return made, None if left is None else left._replace(entries=own_entries())
 
     def _execute(
         self, run: Run, tensors: Sequence[Tensor], operations: Sequence[Any], pipeline: Pipeline
@@ -292,7 +292,7 @@ class TracedPlan:
             views = [
                 None if at is None else view_in(t, known[at]) for t, at in zip(call.kept, run.sources, strict=True)
             ]
-            return made, _Left(program, tuple(call.states), tuple(views), open_entries())
+            return made, _Left(program, tuple(call.states), tuple(views), own_entries())
 
     def backward(
         self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None], needs: str, sizes: Sequence[int]
@@ -399,13 +399,14 @@ class TracedPlan:
             return
         if not again:
             self._recipes.add(recipe)
-            if current_recipe() != recipe:
+            around = recipe_of(own_entries())
+            if around != recipe:
                 raise RuntimeError(
-                    f"This model was compiled under {recipe.name!r}, but runs under {current_recipe().name!r}, which "
+                    f"This model was compiled under {recipe.name!r}, but runs under {around.name!r}, which "
                     "torch.compile did not see: autocasts of two threads are open at once. Run compiled models on one "
                     "thread, or open autocast within the compiled function."
                 )
-        elif not open_entries() and current_recipe() == recipe and self._recipes - {recipe}:
+        elif not own_entries() and recipe_of(own_entries()) == recipe and self._recipes - {recipe}:
             names = " and ".join(sorted(repr(each.name) for each in self._recipes))
             raise RuntimeError(
                 "A compiled forward is computed again in a backward, outside of any autocast, and has run under "

@@ -26,9 +26,9 @@ from ops.runner.traced_operations import call, register
 from ops.runner.traced_plan import Terms, TracedPlan
 from ops.runner.transforms import is_transformed
 from recipes.first_forwards import FirstForwards
-from recipes.recipe import Role, recipe_within
+from recipes.recipe import recipe_within
 from recipes.request import PlanRequest
-from recipes.stack import current_recipe, seen, traced_recipe
+from recipes.stack import keeps_state, own_entries, recipe_of, seen, traced_recipe, why_not_inside
 from recipes.tensors.quantized_handle import QuantizedHandle
 from recipes.tensors.splits import Splits
 
@@ -46,7 +46,8 @@ _FUNCTIONAL = torch._C._TorchDispatchModeKey.FUNCTIONAL
 class Seen(NamedTuple):
     """What of a call, beside its tensors, decides what is run: strings, numbers and tuples of them, for torch's guards.
 
-    modules: of each, whether it is in training mode, and `BasicOperation.settings`
+    modules: of each, whether it is in training mode, and `BasicOperation.settings`, or what a Sequential exports and
+        its path
     given: the extra inputs' names, each with its dtype, or its class if it is no tensor
     """
 
@@ -84,13 +85,19 @@ def see(
 ) -> tuple[Any, ...]:
     """The fields of `Seen`, as torch hands them on. It is traced: what it reads is compared before the next call."""
     id(module)  # so it is the same one: of another, what is compiled would run with this one's settings and states
-    modules = tuple([(m.training, m.settings if hasattr(m, "fuser_forward") else 0) for m in module.modules()])
+    modules = tuple([(m.training, *_seen_of(m)) for m in module.modules()])
     given = tuple([(n, str(v.dtype) if isinstance(v, Tensor) else type(v).__name__) for n, v in extras.items()])
     has_buffers = True if buffers else False  # noqa: SIM210  # torch 2.11 does not trace `bool` of a dict
     return (
         seen.recipe, seen.inside, modules, x.device.type, str(x.dtype), tuple(outputs), given, has_buffers, path,
         fusions,
     )  # fmt: skip
+
+
+def _seen_of(module: Any) -> tuple[Any, ...]:
+    if hasattr(module, "fuser_forward"):
+        return (module.settings,)
+    return (tuple(module.exports), module.path) if hasattr(module, "traced_stages") else ()
 
 
 def is_counted(first_forwards: FirstForwards, training: bool) -> bool:
@@ -153,7 +160,8 @@ def stage_of(
     paths: of the pipeline's operations, from the module whose call is traced
     """
     training = call.modules[0][0]
-    recipe = recipe_within(pipeline.recipe, traced_recipe(call.recipe) if call.inside else current_recipe())
+    around = traced_recipe(call.recipe) if call.inside else recipe_of(own_entries())
+    recipe = recipe_within(pipeline.recipe, around)
     device, dtype = torch.device(call.device), getattr(torch, call.dtype.removeprefix("torch."))
     why = _why_not(pipeline, recipe, outputs, call)
     if why is not None:
@@ -186,11 +194,8 @@ def _why_not(pipeline: Pipeline, recipe: Any, outputs: Iterable[str], call: Seen
     """Why what runs cannot be one operation of torch, as a sentence, or None."""
     if call.has_buffers:
         return "buffers= names memory of the caller's, which an operation of torch may not return. Leave it out."
-    if call.inside and any(q is not None and q.keeps_state for q in map(recipe.quantizer, Role)):
-        return (
-            f"autocast({recipe.name!r}) is opened within the compiled function, and its scales move on where it ends, "
-            "which is not traced. Open it around the call."
-        )
+    if call.inside and keeps_state(recipe):
+        return why_not_inside(recipe)
     for kind in (kind for _, kind in call.given if not kind.startswith("torch.") and kind not in ("list", "tuple")):
         return f"An extra input is a {kind}, but only tensors, and lists of sizes, pass torch's tracing. Give a tensor."
     kinds = {o.extra_name(n): (o, k) for o in pipeline.operations for n, k in o.extra_outputs.items()}
