@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,6 +116,17 @@ def test_a_model_on_which_it_has_no_effect_is_refused() -> None:
     begin(fuser.hf.RecipeCallback("mxfp8"), Sequential(ops.Linear(2, 2)))
     with pytest.raises(ValueError, match="there is no recipe named 'fp9'"):
         fuser.hf.RecipeCallback("fp9")
+
+
+def test_delayed_scaling_is_refused_where_the_trainer_compiles() -> None:
+    model, callback = Sequential(ops.Linear(2, 2)), fuser.hf.RecipeCallback("fp8_delayed")
+    with pytest.raises(ValueError, match="where delayed scaling cannot end its steps"):
+        callback.on_train_begin(SimpleNamespace(torch_compile=True), None, None, model=model)
+    assert "forward" not in vars(model)
+    callback.on_train_begin(SimpleNamespace(torch_compile=False), None, None, model=model)
+    assert "forward" in vars(model)
+    callback.on_train_end(None, None, None)
+    assert "forward" not in vars(model)
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "fp8_delayed", "high_precision"])

@@ -16,6 +16,7 @@ from ops.runner.operation import BasicOperation
 from recipes.autocast import autocast
 from recipes.recipe import Recipe
 from recipes.registry import as_recipe
+from recipes.stack import keeps_state
 
 
 class RecipeCallback(TrainerCallback):
@@ -28,7 +29,8 @@ class RecipeCallback(TrainerCallback):
     scaling each microbatch is a step, whose amaxes ranks reduce over all processes.
 
     When training begins, ValueError for a model without operations that follow `fuser.autocast`, on which the callback
-    would have no effect; when it is made, ValueError or TypeError for what is no recipe.
+    would have no effect, and for delayed scaling with `torch_compile=True`; when it is made, ValueError or TypeError for
+    what is no recipe.
     """
 
     def __init__(self, recipe: Recipe | str) -> None:
@@ -44,6 +46,11 @@ class RecipeCallback(TrainerCallback):
                 "recipe from fuser.autocast. Call fuser.hf.register() and "
                 'model.set_experts_implementation("fuser") before training, or fuser.hf.replace_moe_blocks(model). An '
                 'implementation "fuser:<recipe>" needs no callback.'
+            )
+        if keeps_state(self.recipe) and getattr(args, "torch_compile", False):
+            raise ValueError(
+                f"RecipeCallback({self.recipe.name!r}) opens autocast within what torch_compile=True compiles, where "
+                "delayed scaling cannot end its steps. Leave torch_compile out, or take a recipe without a state."
             )
         self._restore = _run_under(self.recipe, model)
 
