@@ -29,8 +29,8 @@ class RecipeCallback(TrainerCallback):
     scaling each microbatch is a step, whose amaxes ranks reduce over all processes.
 
     When training begins, ValueError for a model without operations that follow `fuser.autocast`, on which the callback
-    would have no effect, and for delayed scaling with `torch_compile=True`; when it is made, ValueError or TypeError for
-    what is no recipe.
+    would have no effect, and for delayed scaling with `torch_compile=True`; when it is made, ValueError or TypeError
+    for what is no recipe.
     """
 
     def __init__(self, recipe: Recipe | str) -> None:
