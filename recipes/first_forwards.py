@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 
 from recipes.checkpoint_frames import Frame, Hook, checkpoints
-from recipes.recipe import Recipe, Role
-from recipes.stack import Stack, are_replayed, open_entries, recipe_of, reentered
+from recipes.recipe import Recipe
+from recipes.stack import Stack, are_replayed, keeps_state, open_entries, recipe_of, reentered
 
 _MOST = 16  # recipes of forwards without gradients that are remembered at once
 
@@ -117,7 +117,7 @@ class FirstForwards:
             known = None if are_replayed(entries) else self._known(counts)
         if known is None and entries and entries[-1].in_backward:  # the recomputed function has opened its own autocast
             now, is_known = own or recipe_of(entries), entries[-1].is_reopened or are_replayed(entries)
-            if not is_known and _keeps_state(now) and now in self._found(training)[0]:
+            if not is_known and keeps_state(now) and now in self._found(training)[0]:
                 raise _moved(now)
             yield
             return
@@ -134,7 +134,7 @@ class FirstForwards:
                     left = max(0, outstanding.outstanding - 1)
                     self._without_grad[training, recipe] = outstanding._replace(outstanding=left)
         runs = own or recipe
-        if found and runs is not None and _keeps_state(runs) and not _is_open(first):
+        if found and runs is not None and keeps_state(runs) and not _is_open(first):
             raise _moved(runs)
         with reentered(first, records=reentrant):
             yield
@@ -174,11 +174,6 @@ def _only(found: Mapping[Recipe, Stack]) -> tuple[Recipe, Stack]:
             )
         found = still_open
     return next(iter(found.items()))
-
-
-def _keeps_state(recipe: Recipe) -> bool:
-    quantizers = [recipe.quantizer(role) for role in Role]
-    return any(quantizer is not None and quantizer.keeps_state for quantizer in quantizers)
 
 
 def _moved(recipe: Recipe) -> RuntimeError:
