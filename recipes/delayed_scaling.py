@@ -166,7 +166,7 @@ class DelayedScalingQuantizer(SpecQuantizer):
 
     def note_codes_of_state(self) -> None:
         if self.updates is not None and self.source is not None:
-            self.updates.add(self, self.source.tensors(self, None)["amax_history"])
+            self.updates.add(self, self.source.tensors(self, None)["amax_history"], before=True)
 
     def end_of_step(self) -> EndOfStep:
         """How, as the step is over, its amaxes enter the history, and the scales follow."""

@@ -49,10 +49,17 @@ class PendingUpdates:
         self.group = group
         self.has_evaluated = False
         self._quantizers: dict[torch.UntypedStorage, RecordsAmaxes] = {}  # by their states, whose addresses it keeps
+        self._before: set[torch.UntypedStorage] = set()  # the states in which an amax was recorded before the step
 
-    def add(self, quantizer: RecordsAmaxes, state: Tensor) -> None:
-        """Update this quantizer at the end of the step; `state` identifies its state."""
-        self._quantizers.setdefault(state.untyped_storage(), quantizer)
+    def add(self, quantizer: RecordsAmaxes, state: Tensor, *, before: bool = False) -> None:
+        """Update this quantizer at the end of the step; `state` identifies its state.
+
+        before: its amax was recorded before the step, by a write into a weight that is held quantized
+        """
+        memory = state.untyped_storage()
+        if before and memory not in self._quantizers:
+            self._before.add(memory)
+        self._quantizers.setdefault(memory, quantizer)
 
     def join(self, others: Mapping[torch.UntypedStorage, RecordsAmaxes]) -> None:
         """Update these quantizers, which `take` gave, at the end of this step."""
@@ -73,12 +80,13 @@ class PendingUpdates:
             perform(Effect(end_steps, (quantizers, self.group), partial(forget, quantizers)))
 
     def discard(self) -> None:
-        """Forget what this step recorded: it broke off."""
-        forget(self.take())
+        """Forget what this step recorded: it broke off. What was recorded before enters with the next one."""
+        before = self._before
+        forget({state: quantizer for state, quantizer in self.take().items() if state not in before})
 
     def take(self) -> dict[torch.UntypedStorage, RecordsAmaxes]:
         """The quantizers, for which this step ends here."""
-        quantizers, self._quantizers = self._quantizers, {}
+        quantizers, self._quantizers, self._before = self._quantizers, {}, set()
         return quantizers
 
 

@@ -535,3 +535,33 @@ def test_masters_of_shards_begin_with_what_was_loaded_since(one_rank: None) -> N
     fuser.MasterWeights(kept.parameters()).quantize()
     mine, loaded = (layers[0].weight.to_local().dequantize() for layers in (kept, other))
     assert torch.equal(mine, loaded)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_an_amax_that_a_write_recorded_outlives_a_step_that_breaks_off(trains: bool) -> None:
+    def model() -> tuple[Sequential, fuser.MasterWeights]:
+        torch.manual_seed(0)
+        held = fuser.to_quantized(
+            Sequential(ops.Linear(64, 64, bias=False)), "fp8_delayed", preserve_high_precision_init_val=True
+        )
+        return held, fuser.MasterWeights(held.parameters())
+
+    def step(held: Sequential) -> None:
+        with autocast("fp8_delayed"):
+            held(torch.ones(8, 64)).sum().backward()
+
+    (broken, masters), (whole, others) = model(), model()
+    for held, each in ((broken, masters), (whole, others)):
+        step(held)
+        with torch.no_grad():
+            for master in each.parameters():
+                master.mul_(6)
+        each.quantize()
+    with pytest.raises(KeyError), torch.set_grad_enabled(trains), autocast("fp8_delayed"):
+        broken(torch.ones(8, 64))
+        raise KeyError
+    for held in (broken, whole):
+        step(held)
+    for name, state in whole[0].named_buffers():
+        if "weight" in name:
+            assert torch.equal(broken[0].get_buffer(name), state), name

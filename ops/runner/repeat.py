@@ -143,8 +143,8 @@ class NotingUpdates:
         self.operations = operations
         self.noted: list[Noted] = []
 
-    def add(self, quantizer: RecordsAmaxes, state: Tensor) -> None:
-        self.updates.add(quantizer, state)
+    def add(self, quantizer: RecordsAmaxes, state: Tensor, *, before: bool = False) -> None:
+        self.updates.add(quantizer, state, before=before)
         found = [
             Noted(index, Role(quantizer.role), name)
             for index, operation in self.operations.items()
