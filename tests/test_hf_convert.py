@@ -217,3 +217,35 @@ def test_shapes_that_do_not_match_are_refused() -> None:
         dict(convert({**one, f"{P}.3.up_proj.weight": torch.ones(F + 1, H)}, "te"))
     with pytest.raises(ValueError, match="48 rows of gate and up do not divide into pairs of runs of 5"):
         dict(convert(state, "te", glu_interleave_size=5))
+
+
+def of_shapes(**changes: Any) -> dict[str, Tensor]:
+    shapes = {"fc1.weight": (3, 12, 4), "fc1.bias": (3, 12), "fc2.weight": (3, 4, 6), "fc2.bias": (3, 4)} | {
+        name.replace("_", "."): shape for name, shape in changes.items()
+    }
+    return {f"experts.{name}": torch.randn(shape) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("changes", [
+    {"fc1_weight": (3, 11, 4)}, {"fc1_weight": (11, 4)}, {"fc2_weight": (2, 4, 6)}, {"fc2_weight": (3, 4, 7)},
+    {"fc2_weight": (3, 5, 6)}, {"fc1_bias": (3, 11)}, {"fc2_bias": (2, 4)},
+])  # fmt: skip
+def test_shapes_that_do_not_match_are_refused_with_what_is_needed(changes: Any) -> None:
+    dict(convert(of_shapes(), to="hf"))
+    (name,) = (f"an {name.replace('_', ' ')} of shape" for name in changes)
+    with pytest.raises(ValueError, match=name):
+        dict(convert(of_shapes(**changes), to="hf"))
+
+
+def test_gate_and_up_have_as_many_rows() -> None:
+    named = {"gate_proj": (8, 4), "up_proj": (4, 4), "down_proj": (4, 6)}
+    values = {f"experts.{i}.{name}.weight": torch.randn(shape) for i in range(3) for name, shape in named.items()}
+    with pytest.raises(ValueError, match=r"different shapes: \[4, 4\], \[8, 4\]"):
+        dict(convert(values, to="fuser"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
+def test_codes_without_scales_are_refused(dtype: torch.dtype) -> None:
+    values = {name: value.to(dtype) for name, value in of_shapes().items()}
+    with pytest.raises(ValueError, match="these experts are quantized"):
+        dict(convert(values, to="hf"))

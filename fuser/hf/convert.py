@@ -128,9 +128,12 @@ def _stream(
             done.add(prefix)
             experts = found[prefix]
             transposed = experts.layout == "hf" and _is_transposed(state_dict, experts)
+            first: torch.Size | None = None
             for linear in ("fc1", "fc2"):
                 for kind in experts.kinds():
                     tensor = _read(state_dict, experts, linear, kind, transposed, interleave)
+                    _check_shape(prefix, linear, kind, tensor, first)
+                    first = tensor.shape if first is None else first
                     yield from write(prefix, linear, kind, tensor, names, interleave)
 
 
@@ -152,8 +155,8 @@ def _parse(name: str, linears: tuple[str, ...]) -> tuple[str, _Key] | None:
         return prefix, _Key("te" if one[3] else "fuser", ("fc1", "fc2")[linears.index(one[1])], one[2], expert)
     if re.match(rf"(\d+\.({'|'.join(PARTS)})\.|gate_up_proj|down_proj)", rest):
         raise ValueError(
-            f"{name!r} is no weight and no bias: these experts are quantized. Dequantize them first, for instance by "
-            "loading the model with transformers in bfloat16."
+            f"{name!r} is no weight and no bias: these experts are quantized, or have adapters. Dequantize them first, "
+            "for instance by loading the model with transformers in bfloat16; merge adapters, or leave them out."
         )
     return None
 
@@ -237,10 +240,37 @@ def _read(
     return tensor
 
 
+def _check_shape(prefix: str, linear: str, kind: str, tensor: Tensor, first: torch.Size | None) -> None:
+    """first: of the weight of fc1, [E, 2F, H]; None of this one"""
+    if not tensor.is_floating_point() or tensor.itemsize < 2:
+        raise ValueError(
+            f"{prefix} has an {linear} {kind} of {tensor.dtype}: these experts are quantized. Dequantize them first, "
+            "for instance by loading the model with transformers in bfloat16."
+        )
+    shape = list(tensor.shape)
+    if first is None:
+        if len(shape) != 3 or shape[1] % 2:
+            raise ValueError(
+                f"{prefix} has an fc1 weight of shape {shape}, but [E, 2F, H] is needed. Give the weights of all "
+                "experts, with a gate."
+            )
+        return
+    experts, rows, hidden = first
+    wanted = [experts, rows if linear == "fc1" else hidden]
+    if kind == "weight":
+        wanted.append(rows // 2)
+    if shape != wanted:
+        raise ValueError(
+            f"{prefix} has an {linear} {kind} of shape {shape}, but {wanted} is needed beside an fc1 weight of "
+            f"{list(first)}, [E, 2F, H]. Give those of one layer."
+        )
+
+
 def _stack(matrices: list[list[Tensor]], prefix: str) -> Tensor:
-    shapes = {tuple(part.shape for part in parts) for parts in matrices}
+    shapes = {part.shape for parts in matrices for part in parts}
     if len(shapes) > 1:
-        raise ValueError(f"The experts of {prefix} have different shapes: {shapes}. Give those of one layer.")
+        found = ", ".join(sorted(str(list(shape)) for shape in shapes))
+        raise ValueError(f"The experts of {prefix} have different shapes: {found}. Give those of one layer.")
     return torch.stack([torch.cat(parts) for parts in matrices])
 
 
