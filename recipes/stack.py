@@ -149,7 +149,8 @@ class SeenByCompile:
 
     recipe: the key of the current recipe. inside: whether that is of an `autocast` within what is traced; where the
         graph breaks there, what runs as it is finds it here (`open_entries`)
-    Of all threads the one that changed its stack last is seen; what runs compares with its own.
+    Of all threads the one that changed its stack last is seen; what runs compares with its own. So while a graph is
+    broken within an `autocast` that was traced, what runs as it is on another thread has its recipe, too.
     """
 
     def __init__(self) -> None:

@@ -34,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ops.kernels.grouped_gemm.finished_rows_gluon import load_vectors, times_vectors
 from ops.kernels.grouped_gemm.high_precision_nt_gluon import (
     add_boxes,
     free_last_box,
@@ -45,7 +46,7 @@ from ops.kernels.grouped_gemm.high_precision_nt_gluon import (
     with_barriers,
     with_layout,
 )
-from ops.kernels.grouped_gemm.m_grouped_gluon import HEIGHT, load_vectors, times_vectors
+from ops.kernels.grouped_gemm.m_grouped_gluon import HEIGHT
 from ops.kernels.grouped_gemm.measured_tiles import BOX_BYTES
 from ops.kernels.grouped_gemm.persistent_schedule import band, multiprocessors, tile_in_bands
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, ragged_indices

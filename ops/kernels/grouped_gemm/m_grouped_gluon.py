@@ -14,7 +14,7 @@ there is nothing in it and consumers are two.
 Scales of blocks have a role of their own: one warp copies (cp.async) those of the rows of a step to its stage and,
 behind them, that of its columns, 64 times.
 
-Which tile is next: `tile_queue_gluon`.
+Which tile is next: `tile_queue_gluon`. What becomes of its sums: `finished_rows_gluon`.
 
 Barriers: a stage is used for the u-th time in phase u % 2 of its barriers. `full`: an arrival, the bytes of a stage,
 and an arrival of each lane that copies scales. `empty`: an arrival of each consumer. Before use u those who load wait
@@ -40,19 +40,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ops.kernels.grouped_gemm.finished_rows_gluon import finished, load_vectors, times_vectors, zero_tail
 from ops.kernels.grouped_gemm.high_precision_nt_gluon import wait_for_loads, with_layout
 from ops.kernels.grouped_gemm.measured_tiles import BOX_BYTES, GroupedGemmConfig
 from ops.kernels.grouped_gemm.persistent_schedule import band, most_tiles, multiprocessors
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, ragged_indices
 from ops.kernels.grouped_gemm.split_accumulation_gluon import add_product, add_to_halves, product_apart, zero_halves
-from ops.kernels.grouped_gemm.stores_gluon import (
-    allocate_staging,
-    boxes_of_none,
-    rounded_boxes,
-    split_columns,
-    store_box,
-    store_boxes,
-)
+from ops.kernels.grouped_gemm.stores_gluon import allocate_staging, boxes_of_none, store_boxes
 from ops.kernels.grouped_gemm.tile_queue_gluon import (
     ask_next,
     count_tiles,
@@ -70,94 +64,6 @@ from recipes.triton.launch import Launch, cdiv, next_power_of_2
 
 HEIGHT = 64  # rows of a consumer
 BOXES = 2  # of a consumer, on their way to the output
-
-
-# --------------------------------------------------------------------------------------------------------- storing
-
-
-@gluon.jit
-def load_vectors(
-    row_scale_ptr, column_scale_ptr, height, width, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr
-):
-    """The scales of HEIGHT rows and WIDTH columns of sums that lie so; from `height` and `width` on they are 0."""
-    offs_m = gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
-    offs_n = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    row_scale = gl.load(row_scale_ptr + offs_m, mask=offs_m < height, other=0.0)
-    column_scale = gl.load(column_scale_ptr + offs_n, mask=offs_n < width, other=0.0)
-    return row_scale, column_scale
-
-
-@gluon.jit
-def times_vectors(acc, row_scale, column_scale):
-    """acc * row_scale[:, None] * column_scale[None, :], in this order."""
-    return acc * gl.expand_dims(row_scale, 1) * gl.expand_dims(column_scale, 0)
-
-
-@gluon.jit
-def finished_boxes(
-    acc, out, staging, vectors, added, group, first, size, row, column, C, PART: gl.constexpr
-):  # fmt: skip
-    """Rounds acc, with its bias: it is row `row` of the `size` rows from `first` on, at this column. vectors: scales of
-    all rows and columns that acc is multiplied by first, or None and None.
-
-    staging: boxes in shared memory by way of which acc is stored box by box, in turn; PART: of so many parts as wide as
-    acc, which it is. None: its boxes are returned, from left to right.
-    """
-    if acc.shape[1] > out.block_shape[3]:
-        left, right = split_columns(acc)
-        middle = column + acc.shape[1] // 2
-        boxes = finished_boxes(left, out, staging, vectors, added, group, first, size, row, column, C, 2 * PART)
-        return boxes + finished_boxes(
-            right, out, staging, vectors, added, group, first, size, row, middle, C, 2 * PART + 1
-        )
-    else:
-        bias_ptr, scales_ptr = added
-        if vectors[0] is not None:
-            layout: gl.constexpr = acc.type.layout
-            of_rows, of_columns = load_vectors(
-                vectors[0] + first + row, vectors[1] + group.to(gl.int64) * C + column, size - row, C - column,
-                acc.shape[0], acc.shape[1], layout,
-            )  # fmt: skip
-            acc = times_vectors(acc, of_rows, of_columns)
-        if bias_ptr is not None:
-            offs_c = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
-            bias = gl.load(bias_ptr + group.to(gl.int64) * C + offs_c, mask=offs_c < C, other=0.0).to(gl.float32)
-            bias = gl.expand_dims(bias, 0)
-            if scales_ptr is not None:
-                offs_t = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
-                scales = gl.load(scales_ptr + first + offs_t, mask=offs_t < size, other=0.0).to(gl.float32)
-                bias = bias * gl.expand_dims(scales, 1)
-            acc = acc + bias
-        if staging is None:
-            return rounded_boxes(acc, out)
-        else:
-            z, y, at = ragged_indices(first, size, row, 1)
-            store_box(acc.to(out.dtype), out, staging, PART, (z, y, at), column)
-            return ()
-
-
-@gluon.jit
-def zero_tail(out, staging, offsets_ptr, rows, num_groups, C, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Zeros in the rows of no group, shared among the consumers of all programs."""
-    HEIGHT: gl.constexpr = out.block_shape[2]
-    WIDTH: gl.constexpr = out.block_shape[3]
-    # Through assembly: else Triton 3.7 computes the address before the products, and spills it.
-    last = gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [num_groups], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
-    first = gl.load(offsets_ptr + last)
-    size = (rows - first).to(gl.int32)
-    if size > 0:
-        num_tiles_n = gl.cdiv(C, WIDTH)
-        num_tiles = gl.cdiv(size, HEIGHT) * num_tiles_n
-        tma.store_wait(0)
-        box = staging.index(0)
-        layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
-        box.store(gl.zeros([HEIGHT, WIDTH], out.dtype, layout))
-        fence_async_shared()
-        for tile in range(CONSUMERS * gl.program_id(0) + CONSUMER, num_tiles, CONSUMERS * gl.num_programs(0)):
-            z, y, at = ragged_indices(first, size, tile // num_tiles_n * HEIGHT, 1)
-            tma.async_copy_shared_to_global(out, [z, y, at, tile % num_tiles_n * WIDTH], box.reshape(out.block_shape))
 
 
 # ------------------------------------------------------------------------------------------------------ roles
@@ -278,8 +184,7 @@ def multiply_step(acc, given, step, CONSUMER: gl.constexpr, TRANSPOSED: gl.const
 
 @gluon.jit
 def sum_products(
-    given, last, step, num_steps, CONSUMER: gl.constexpr, TRANSPOSED: gl.constexpr,
-    WIDTH: gl.constexpr,
+    given, last, step, num_steps, CONSUMER: gl.constexpr, TRANSPOSED: gl.constexpr, WIDTH: gl.constexpr
 ):  # fmt: skip
     """Those of this consumer's rows and the first WIDTH columns of a tile. last: what is stored meanwhile."""
     stages, _stagings, _full, empty, _queue, _offsets_ptr, _sizes = given
@@ -374,24 +279,6 @@ def sum_half(given, step, num_steps, CONSUMER: gl.constexpr):
         acc = add_product(acc, a_stage, b_stages.index(stage).slice(0, HALF, 0).permute([1, 0]))
         free_stage(empty, step + s)
     return acc
-
-
-@gluon.jit
-def finished(
-    acc, out, staging, scales, added, group, first, size, row, column, C, LAYOUT: gl.constexpr, EARLY: gl.constexpr,
-    PART: gl.constexpr = 0,
-):  # fmt: skip
-    """`finished_boxes` of acc times its scales."""
-    a_scale_ptr, b_scale_ptr, a_scale_stride, b_scale_stride = scales
-    vectors = None, None
-    if LAYOUT == "tensor":  # one after the other, as `scale_sums`
-        if a_scale_ptr is not None:
-            acc = acc * gl.load(a_scale_ptr + group * a_scale_stride)
-        if b_scale_ptr is not None:
-            acc = acc * gl.load(b_scale_ptr + group * b_scale_stride)
-    elif LAYOUT == "vector" and not EARLY:
-        vectors = a_scale_ptr, b_scale_ptr
-    return finished_boxes(acc, out, staging, vectors, added, group, first, size, row, column, C, PART)
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ from recipes.triton.launch import properties
 
 FEW_ROWS = 96  # a group, on average: with fewer, tiles are half as high
 DECODE_ROWS = 16  # with fewer, weights take longer to read than to multiply: more of them are on their way at once
-# A group, on average, for TN and NN in Gluon: on an H200 that is as fast as Triton or up to 6 % faster with 256, and NN
+# A group, on average, for TN and NN in Gluon: on an H200 that is as fast as Triton or up to 8 % faster with 256, and NN
 # is 24 to 48 % slower with 192 (`bench/results/tuning.md`).
 QUEUED_ROWS = 256
 # A group, on average: with fewer, what is added to float32 in Gluon is fetched, for L2 adds too slowly.
