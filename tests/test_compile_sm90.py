@@ -111,21 +111,16 @@ def launch_grouped_gemm(rows: int, features: tuple[int, int], dtype: torch.dtype
     zero_triton(torch.empty(4, dtype=torch.int32), 4)
     bias, scales, alpha = torch.empty(GROUPS, N, dtype=dtype), torch.empty(rows), torch.empty(GROUPS)
     no_descriptors = [tensor[:1].expand(rows, -1) for tensor in (dy, x)]
-    for extras in ((None, None, None), (bias, scales, alpha)):
-        grouped_gemm.m_grouped_triton(x, w, offsets, *extras, torch.empty_like(dy), True, tf32)
-    for out_dtype in (dtype, torch.float32):
-        y, dx = torch.empty(rows, N, dtype=out_dtype), torch.empty(rows, K, dtype=out_dtype)
-        grouped_gemm.m_grouped_triton(x, w, offsets, bias, scales, alpha, y, True, tf32)
-        grouped_gemm.m_grouped_triton(dy, w, offsets, None, None, alpha, dx, False, tf32)
     if rows == MANY_ROWS and features == ALIGNED and dtype.itemsize == 2:
         launch_queued(dtype)
     dx = torch.empty_like(x)
     grouped_gemm.m_grouped_triton(no_descriptors[0], w, offsets, None, None, alpha, dx, False, tf32)
     for accumulate in (False, True):
         grouped_gemm.grouped_gemm_nt_triton(*no_descriptors, offsets, alpha, torch.empty_like(w), tf32, accumulate)
-    launch_wgrads(rows, features, dtype, tf32)
-    with without_gluon():
-        launch_wgrads(rows, features, dtype, tf32)
+    for gluon in (contextlib.nullcontext(), without_gluon()):
+        with gluon:
+            launch_outputs_and_dgrads(rows, features, dtype, tf32)
+            launch_wgrads(rows, features, dtype, tf32)
     for row_of in (None, torch.empty(rows, dtype=torch.int64)):
         bias_grad.grouped_bias_grad_triton(dy, row_of, offsets, scales, torch.empty_like(bias))
 
@@ -143,6 +138,19 @@ def launch_queued(dtype: torch.dtype) -> None:
             for extras in ((None, None, None), (bias, scales, alpha)):
                 grouped_gemm.m_grouped_triton(x, w, offsets, *extras, y, True, False)
             grouped_gemm.m_grouped_triton(dy, w, offsets, None, None, alpha, dx, False, False)
+
+
+def launch_outputs_and_dgrads(rows: int, features: tuple[int, int], dtype: torch.dtype, tf32: bool) -> None:
+    """TN and NN of tensors that descriptors may describe."""
+    K, N = features
+    x, dy, w = (torch.empty(shape, dtype=dtype) for shape in ((rows, K), (rows, N), (GROUPS, N, K)))
+    offsets, alpha = torch.zeros(GROUPS + 1, dtype=torch.int64), torch.empty(GROUPS)
+    bias, scales = torch.empty(GROUPS, N, dtype=dtype), torch.empty(rows)
+    grouped_gemm.m_grouped_triton(x, w, offsets, None, None, None, torch.empty_like(dy), True, tf32)
+    for out_dtype in (dtype, torch.float32):
+        y, dx = torch.empty(rows, N, dtype=out_dtype), torch.empty(rows, K, dtype=out_dtype)
+        grouped_gemm.m_grouped_triton(x, w, offsets, bias, scales, alpha, y, True, tf32)
+        grouped_gemm.m_grouped_triton(dy, w, offsets, None, None, alpha, dx, False, tf32)
 
 
 def launch_wgrads(rows: int, features: tuple[int, int], dtype: torch.dtype, tf32: bool) -> None:
