@@ -1090,6 +1090,71 @@ def test_a_gradient_of_another_shape_than_x_is_an_error(dx: Tensor) -> None:
         assert all(parameter.grad is None for parameter in sequential.parameters())
 
 
+def test_no_dx_where_one_is_needed_is_an_error() -> None:
+    """All that is before the operation would get no gradient."""
+
+    class Forgets(Spy):
+        extra_outputs = {"copy": Tensor}
+
+        def fuser_forward(self, ctx: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+            return x, {"copy": x.clone()}
+
+        def fuser_backward(self, ctx: Any, dy: Tensor | None, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+            return None, {}, {}
+
+    class Pair(FusedOperation):
+        pattern = (Square, Square)
+
+        def fuser_forward(self, ctxs: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+            return x, {}
+
+        def fuser_backward(self, ctxs: Any, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+            return None, ({}, {}), {}
+
+    x = torch.randn(4, 3)
+    for named, sequential in (
+        ("1 (Forgets)", Sequential(Scale(), Forgets(), Scale())),
+        ("1 (Pair)", Sequential(Scale(), Square(), Square(), fusions=(Pair,))),
+    ):
+        y = sequential(x)
+        with pytest.raises(RuntimeError, match=rf"In operation {re.escape(named)}: .* None as dx, but x needs"):
+            y.sum().backward()
+        assert all(parameter.grad is None for parameter in sequential.parameters())
+    behind = Sequential(Forgets(), Scale())
+    behind(x).sum().backward()  # where x needs none, it may be None
+    assert behind[1].scale.grad is not None
+    _, extra = Sequential(Scale(), Forgets())(x, outputs=("copy",))
+    extra["copy"].sum().backward()  # and where dy is
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64])
+def test_a_gradient_that_is_not_of_floating_point_is_an_error(dtype: torch.dtype) -> None:
+    """Cast to that of its tensor it would be cut off."""
+
+    class Counts(Scale):
+        extra_inputs = {"other": Tensor}
+
+        def __init__(self, of: str) -> None:
+            super().__init__()
+            self.of = of
+
+        def fuser_backward(self, ctx: Any, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+            given = {of: torch.ones_like(t, dtype=dtype) for of, t in {"x": dy, "scale": self.scale}.items()}
+            given["other"] = given["x"]
+            named = {self.of: given[self.of]}
+            return (
+                given["x"] if self.of == "x" else dy,
+                named if self.of == "scale" else {},
+                named if self.of == "other" else {},
+            )
+
+    for of in ("x", "scale", "other"):
+        x, other = (torch.randn(4, 3, requires_grad=True) for _ in range(2))
+        y = Sequential(Scale(), Counts(of))(x, other=other)
+        with pytest.raises(TypeError, match=rf"In operation 1 \(Counts\): fuser_backward returned .* in {dtype}"):
+            y.sum().backward()
+
+
 @pytest.mark.parametrize("gradient", [torch.ones(4, 3), torch.ones(1), torch.tensor(1.0)])
 def test_a_gradient_of_another_shape_than_its_parameter_is_an_error(gradient: Tensor) -> None:
     class Offset(Spy):

@@ -294,14 +294,21 @@ def _execute(step: OperationBackward, contexts: list[OperationContext]) -> _Grad
             "gradients of the extra inputs by name)."
         )
     dx, d_params, d_inputs = result
-    _check_grad_input(dx, record.states[planned.indices[0]].shape)
+    needs_dx = step.dy is not None and contexts[0].needs.input
+    _check_grad_input(dx, record.states[planned.indices[0]].shape, needs_dx)
     of_parameters = _by_slot(step, d_params if planned.fused else (d_params,))
     names, of_extras = _by_name(step, d_inputs)
     return _Gradients(dx, tuple(of_parameters), tuple(of_parameters.values()), names, of_extras)
 
 
-def _check_grad_input(dx: Any, shape: tuple[int, ...] | None) -> None:
-    """That it has the shape of x: another one would be broadcast by the operation before."""
+def _check_grad_input(dx: Any, shape: tuple[int, ...] | None, is_needed: bool) -> None:
+    """That it has the shape of x: another one would be broadcast by the operation before. Without one all that is
+    before would get no gradient."""
+    if dx is None and is_needed:
+        raise RuntimeError(
+            "fuser_backward returned None as dx, but x needs a gradient (ctx.needs.input). Return a tensor of x's "
+            "shape: zeros if y does not depend on x."
+        )
     if dx is None:
         return
     if not isinstance(dx, Tensor | Quantized | GatheredRows):
@@ -311,6 +318,8 @@ def _check_grad_input(dx: Any, shape: tuple[int, ...] | None) -> None:
             f"fuser_backward returned dx of shape {tuple(dx.shape)}, but x has {shape}. Return a gradient for each "
             "element of x."
         )
+    if not dx.dtype.is_floating_point:
+        raise TypeError(f"fuser_backward returned dx in {dx.dtype}. Return floating-point numbers, as x has.")
 
 
 def _repeat(
@@ -434,6 +443,11 @@ def _check_gradient(of: str, name: str, gradient: Any, shape: tuple[int, ...] | 
         raise TypeError(
             f"fuser_backward returned a {type(gradient).__name__} as the gradient of the {of} {name!r}. Return a "
             "tensor of its shape, or None."
+        )
+    if not gradient.dtype.is_floating_point:
+        raise TypeError(
+            f"fuser_backward returned a gradient in {gradient.dtype} for the {of} {name!r}. Return floating-point "
+            "numbers."
         )
     if shape is not None and gradient.shape != shape:
         raise RuntimeError(

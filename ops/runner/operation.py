@@ -154,8 +154,9 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         """dx, the parameters' gradients by name, and the extra inputs' gradients by name.
 
         dx has the shape of x, and a gradient that of its parameter or extra input; the runner raises RuntimeError for
-        others. Only what `ctx.needs` lists must be returned. dy is None where only extra outputs have gradients (this
-        happens only to an operation that has some); `d_extra_outputs` holds the gradients that exist.
+        others, and for a dx of None where dy is there and x needs a gradient. Only what `ctx.needs` lists must be
+        returned. dy is None where only extra outputs have gradients (this happens only to an operation that has some);
+        `d_extra_outputs` holds the gradients that exist.
         """
 
     def features(self, incoming: int | None) -> int | None:
