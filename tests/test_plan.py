@@ -350,6 +350,23 @@ def test_a_subclass_that_computes_the_same_matches() -> None:
     assert matched((Scale, Shift), Wide(), Shift()) == ["0-1"]
 
 
+@pytest.mark.parametrize("method", ["fuser_forward", "fuser_backward"])
+def test_an_instance_that_computes_something_else_does_not_match(method: str) -> None:
+    scale = Scale()
+    sequential = Sequential(scale, Shift(0.0), fusions=(Joint,))
+    x = torch.ones(2, requires_grad=True)
+    sequential(x)
+    assert "Joint" in sequential.explain()
+    own = getattr(scale, method)
+    setattr(scale, method, lambda ctx, given, others: own(ctx, 0 * given, others))
+    y = sequential(x)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(y.detach() if method == "fuser_forward" else dx, torch.zeros(2))
+    assert matched((Scale, Shift), scale, Shift()) == []
+    delattr(scale, method)
+    assert matched((Scale, Shift), scale, Shift()) == ["0-1"]
+
+
 def test_a_subclass_that_computes_something_else_does_not_match() -> None:
     class Forward(Scale):
         def fuser_forward(self, ctx: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
