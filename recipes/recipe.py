@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from enum import Enum
-from functools import lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -186,6 +186,39 @@ class Recipe(ABC):
         if spec is None:
             return f"{type(rowwise).__name__} has no copy_spec, so nobody knows for which rows of x a scale holds."
         return spec.why_not_row_by_row()
+
+
+def check_by_value(recipe: Recipe) -> None:
+    """Raise TypeError for a recipe that has no hash, or attributes by which it is not compared.
+
+    Plans are kept by the recipe's value: what differs in nothing else would run with those of another.
+    """
+    kind = type(recipe)
+    try:
+        hash(recipe)
+    except TypeError as error:
+        raise TypeError(
+            f"{kind.__name__} is kept by its value, but has no hash: {error}. Give it fields that have one: a tuple in "
+            "place of a list, instances of frozen dataclasses."
+        ) from error
+    compared = _compared(kind)
+    for name in vars(recipe):
+        if compared is not None and name not in compared:
+            raise TypeError(
+                f"{kind.__name__}.{name} is no field, so recipes that differ in it alone are equal, and one would run "
+                f"as the other. Put @dataclass(frozen=True) above {kind.__name__}, and declare {name!r} as a field."
+            )
+
+
+@cache
+def _compared(kind: type[Recipe]) -> frozenset[str] | None:
+    """The fields that say whether two recipes of this class are equal, and what `cached_property` keeps; None where the
+    class compares in a way of its own."""
+    owner: Any = next(parent for parent in kind.__mro__ if "__eq__" in vars(parent))
+    if not is_dataclass(owner) or "__dataclass_params__" not in vars(owner):
+        return None
+    cached = (name for parent in kind.__mro__ for name, at in vars(parent).items() if isinstance(at, cached_property))
+    return frozenset((*(f.name for f in fields(owner)), *cached))
 
 
 @lru_cache(maxsize=64)

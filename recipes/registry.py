@@ -8,7 +8,7 @@ from recipes.float8_block import Float8BlockScaling
 from recipes.float8_rowwise import Float8RowwiseScaling
 from recipes.mxfp8 import MXFP8BlockScaling
 from recipes.nvfp4 import NVFP4BlockScaling
-from recipes.recipe import HighPrecision, Recipe
+from recipes.recipe import HighPrecision, Recipe, check_by_value
 
 RECIPES: tuple[type[Recipe], ...] = (
     HighPrecision,
@@ -26,9 +26,10 @@ def as_recipe(recipe: Recipe | str | None, argument: str = "recipe") -> Recipe:
 
     argument: the name of the argument, for error messages
 
-    Raises ValueError for an unknown name, TypeError for anything else.
+    Raises ValueError for an unknown name, TypeError for anything else, and for a recipe that is not equal by value.
     """
     if isinstance(recipe, Recipe):
+        check_by_value(recipe)
         return recipe
     if recipe is None:
         return _default(HighPrecision)

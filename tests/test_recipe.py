@@ -3,7 +3,8 @@
 import copy
 import json
 import pickle
-from dataclasses import FrozenInstanceError, dataclass, replace
+from dataclasses import FrozenInstanceError, dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import pytest
@@ -103,6 +104,43 @@ def test_an_unknown_name_is_answered_with_those_that_exist():
         as_recipe("fp8")
     with pytest.raises(TypeError, match="must be a Recipe or a name"):
         as_recipe(8)
+
+
+class Switched(MXFP8BlockScaling):
+    def __init__(self, roles: tuple[Role, ...] = ()) -> None:
+        super().__init__()
+        self.roles = roles
+
+    def quantizer(self, role: Role) -> Quantizer | None:
+        return super().quantizer(role) if role in self.roles else None
+
+
+class SwitchedByValue(Switched):
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SwitchedByValue) and self.roles == other.roles
+
+    def __hash__(self) -> int:
+        return hash(self.roles)
+
+    @cached_property
+    def number(self) -> int:
+        return len(self.roles)
+
+
+@dataclass(frozen=True)
+class Listed(HighPrecision):
+    layers: list[str] = field(default_factory=list)
+
+
+def test_recipes_that_are_equal_and_differ_are_refused():
+    """The second would run with the plan of the first."""
+    assert Switched() == Switched(tuple(Role))
+    with pytest.raises(TypeError, match=r"Switched.roles is no field, .* Put @dataclass\(frozen=True\) above Switched"):
+        as_recipe(Switched())
+    recipe = SwitchedByValue(tuple(Role))
+    assert as_recipe(recipe) is recipe and recipe.number == 3 and as_recipe(recipe) is recipe
+    with pytest.raises(TypeError, match=r"Listed .* has no hash: unhashable type: 'list'\. Give it fields"):
+        as_recipe(Listed())
 
 
 def test_an_unknown_path_is_refused():
