@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, jvp, vjp, vmap
+from torch.func import functional_call, functionalize, grad, jvp, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from fuser import Sequential, autocast, ops
@@ -143,6 +144,26 @@ def test_derivatives_that_would_be_wrong_are_refused() -> None:
     main_grad = ops.Linear(K, K, accumulate_into_main_grad=True, dtype=F64)
     with pytest.raises(NotImplementedError, match="weight gradients go to main_grad, or are delayed"):
         grad(lambda x: main_grad(x).sum())(x)
+
+
+def test_vmap_within_a_compiled_function_is_refused_by_the_same_sentence() -> None:
+    model, x = Sequential(ops.Linear(K, K, dtype=F64), ops.GELU()), example()
+    compiled = torch.compile(vmap(model), backend="aot_eager")
+    with pytest.raises(RuntimeError, match=r"have no rules for torch.func.vmap and jvp"):
+        compiled(x[:, None])
+
+
+def test_functionalize_runs_without_gradients_and_is_refused_with_them() -> None:
+    torch.manual_seed(0)
+    model = Sequential(ops.Router(K, 4, topk=2), ops.Dispatch(4), ops.GroupedLinear(4, K, K), ops.Combine())
+    x = torch.randn(6, K)
+    with torch.no_grad():
+        assert torch.equal(functionalize(model)(x), model(x))
+    recorded = make_fx(functionalize(model))(x)
+    assert torch.equal(recorded(x), model(x))
+    for call in (functionalize(model), grad(functionalize(lambda x: model(x).sum()))):
+        with pytest.raises(NotImplementedError, match="no gradients within torch.func.functionalize.*Call it under"):
+            call(x)
 
 
 @pytest.mark.parametrize("of", ["x", "extra input", "parameters", "gradient"])

@@ -44,7 +44,7 @@ from ops.runner.quantizer_state import state_names
 from ops.runner.recent import Recent
 from ops.runner.repeat import OperationState, RepeatedStep, StepResult, kept_by_each, left_by, may_repeat
 from ops.runner.torch_autocast import dtype_of_autocast, without_autocast
-from ops.runner.transforms import refuse_tangents, within_dual_level
+from ops.runner.transforms import refuse_functionalize, refuse_tangents, within_dual_level
 from recipes.first_forwards import FirstForwards, ForwardWithGrad
 from recipes.pending import PendingUpdates
 from recipes.recipe import Recipe
@@ -289,6 +289,7 @@ class Pipeline:
                 return call.at_border(call.forward(x)), call.produced
             call.input_names = [name for name in self.consumed if isinstance(extras[name], Tensor)]
             tensors = parameters.present + [extras[name] for name in call.input_names]
+            refuse_functionalize()
             y, *returned = PipelineFunction.apply(call, x, *tensors)
         return y, dict(zip(call.returned, returned, strict=True)) | call.produced
 

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import _FlopCounterMode, register_flop_formula
 
 from ops.runner.backward import DOUBLE_BACKWARD
 from ops.runner.traced_plan import TracedPlan
-from ops.runner.transforms import is_transformed, refuse_gradients, refuse_tangents, within_dual_level
+from ops.runner.transforms import is_transformed, refuse_batches, refuse_gradients, refuse_tangents, within_dual_level
 from recipes.triton.replay import is_eager
 
 _library = torch.library.Library("fuser", "FRAGMENT")
@@ -68,6 +68,7 @@ def _define(name: str) -> Operators:
     for of, run in ((name, _forward), (backward, _backward)):
         _library.impl(of, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fuser::{of}", run, lib=_library)
+        _library.impl(of, refuse_batches, "FuncTorchBatched")
     operators = Operators(*[getattr(torch.ops.fuser, of).default for of in (name, backward)])
 
     def differentiable(x: Tensor, others: Sequence[Tensor], plan: str, needs: str = "") -> Sequence[Tensor]:

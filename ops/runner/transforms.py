@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,19 +14,39 @@ _REFUSED = (TransformType.Vmap, TransformType.Jvp)
 
 
 def is_transformed() -> bool:
-    """Whether torch.func.grad or vjp is around this call, which an operation of torch then stands for.
+    """Whether torch.func.grad or vjp is around this call, or functionalize without gradients: an operation of torch
+    stands for it then.
 
-    Raises NotImplementedError within torch.func.vmap, jvp, and what these make: jacrev, jacfwd, hessian.
+    Raises NotImplementedError within torch.func.vmap, jvp, and what these make: jacrev, jacfwd, hessian; and for
+    gradients with functionalize.
     """
     if not torch._C._are_functorch_transforms_active():
         return False
     transforms = [interpreter.key() for interpreter in get_interpreter_stack() or ()]
     if any(transform in _REFUSED for transform in transforms):
+        refuse_batches()
+    if TransformType.Grad not in transforms:
+        return not torch.is_grad_enabled()
+    if TransformType.Functionalize in transforms:
+        refuse_functionalize()
+    return True
+
+
+def refuse_batches(*operands: Any) -> NoReturn:
+    """Raise NotImplementedError for what torch.func.vmap and jvp give, or would."""
+    raise NotImplementedError(
+        "Operations of fuser have no rules for torch.func.vmap and jvp, nor for jacrev, jacfwd and hessian, which "
+        "use these. Give a batch as rows of x, and differentiate by torch.func.grad or vjp, or by backward()."
+    )
+
+
+def refuse_functionalize() -> None:
+    """Raise NotImplementedError for gradients within torch.func.functionalize, which torch has for no Function."""
+    if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
-            "Operations of fuser have no rules for torch.func.vmap and jvp, nor for jacrev, jacfwd and hessian, which "
-            "use these. Give a batch as rows of x, and differentiate by torch.func.grad or vjp, or by backward()."
+            "Operations of fuser have no gradients within torch.func.functionalize, because torch has no rule for "
+            "theirs. Call it under torch.no_grad(), or record the call with make_fx."
         )
-    return TransformType.Grad in transforms
 
 
 def within_dual_level() -> bool:
