@@ -162,7 +162,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     if missing or unknown:
         raise ValueError(
             f"The state of adapters lacks {', '.join(missing) or 'nothing'}, and has {', '.join(unknown) or 'nothing'} "
-            "for no adapter of the model. Give lora.add the targets that it was saved with."
+            f"for no adapter of the model. {_mend_of_names(missing, unknown)}"
         )
     for key, tensor in needed.items():
         if state[key].is_meta or state[key].layout != torch.strided:
@@ -272,6 +272,19 @@ def _check_all(adapters: Mapping[str, LowRankAdapter], *, merged: bool, mend: st
     if wrong:
         state = "not merged" if merged else "merged"
         raise RuntimeError(f"Adapters are {state}: {', '.join(wrong)}. {mend}")
+
+
+def _mend_of_names(missing: Sequence[str], unknown: Sequence[str]) -> str:
+    """How to give the names that are missing, where these are unknown, as a sentence."""
+    if missing and all(name.removeprefix(PREFIX) in unknown for name in missing):
+        return "These are names of model.state_dict(): give them to model.load_state_dict(state, strict=False)."
+    ends = (name.removesuffix(missing[0]) for name in unknown if missing and name.endswith(missing[0]))
+    front = next((front for front in ends if all(front + name in unknown for name in missing)), None)
+    if front is not None:
+        return (
+            f"All names have {front!r} in front: give {{name.removeprefix({front!r}): t for name, t in state.items()}}."
+        )
+    return "Give lora.add the targets that it was saved with."
 
 
 def _key(name: str, factor: str) -> str:

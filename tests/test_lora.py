@@ -335,6 +335,17 @@ def test_states_of_other_adapters_are_refused_and_change_nothing():
     assert_same_bits(model.state_dict(), before)
 
 
+def test_names_that_differ_in_what_is_in_front_say_what_to_do():
+    model, state = adapted(), lora.state_dict(adapted())
+    for given, mend in (
+        ({f"module.{name}": t for name, t in state.items()}, r"'module\.' in front: give {name\.removeprefix"),
+        (model.state_dict(), r"These are names of model\.state_dict\(\): give them to"),
+        ({}, r"Give lora\.add the targets that it was saved with"),
+    ):
+        with pytest.raises(ValueError, match=mend):
+            lora.load_state_dict(model, given)
+
+
 # An adapter of someone else's around an operation
 
 
