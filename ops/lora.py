@@ -34,6 +34,7 @@ from recipes.tensors.splits import Splits
 from recipes.triton.philox import new_seed
 
 A, B = "lora_A.weight", "lora_B.weight"
+_MERGED = "lora_merged"  # in the metadata of a state dict: its weights hold the adapter's product
 
 
 class Factor(nn.Module):
@@ -117,7 +118,7 @@ class LowRankAdapter(OperationWithWeights):
         """Add (alpha / rank) B A to the weights, computed in float32 or better and rounded once to their dtype.
 
         Weights that are held quantized are quantized once, from these sums. The weights as they were are kept, held as
-        before, as buffers that no state dict holds.
+        before, as buffers that no state dict holds. Its metadata say that they are merged.
         """
         with torch.no_grad():
             for name, weight, a, b in list(self._members()):
@@ -195,13 +196,28 @@ class LowRankAdapter(OperationWithWeights):
             return None  # it keeps none of these
         return super().prepare_weights(ctx)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", None)
+        if self.merged and metadata is not None:
+            metadata[prefix.removesuffix(".")][_MERGED] = True
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *args: Any
+    ) -> None:
+        name = prefix.removesuffix(".") or "an operation"
         if self.merged:
             raise RuntimeError(
-                f"A state dict is loaded into {prefix.removesuffix('.') or 'an operation'} while its adapter is "
-                "merged, so unmerge would undo it. Call fuser.lora.unmerge(model) before."
+                f"A state dict is loaded into {name} while its adapter is merged, so unmerge would undo it. Call "
+                "fuser.lora.unmerge(model) before."
             )
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        if local_metadata.get(_MERGED, False):
+            raise RuntimeError(
+                f"The state dict for {name} was saved while its adapter was merged, so its weights hold what the "
+                "adapter would add again. Save it after fuser.lora.unmerge(model), or load it, without the names with "
+                "'lora_', into a model without adapters."
+            )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in super().__getstate__().items() if key != "_frozen"}

@@ -346,6 +346,23 @@ def test_names_that_differ_in_what_is_in_front_say_what_to_do():
             lora.load_state_dict(model, given)
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_saved_while_adapters_were_merged_is_refused(assign, tmp_path):
+    """The weights would hold what the adapter adds again."""
+    model, x = adapted(), data()
+    y = model(x, split_sizes=[5, 0, 9])
+    lora.merge(model)
+    torch.save(model.state_dict(), tmp_path / "merged.pt")
+    merged = torch.load(tmp_path / "merged.pt")
+    with pytest.raises(RuntimeError, match=r"The state dict for 0 was saved while its adapter was merged"):
+        adapted().load_state_dict(merged, strict=False, assign=assign)
+    plain = mlp()
+    plain.load_state_dict({name: t for name, t in merged.items() if "lora_" not in name}, assign=assign)
+    torch.testing.assert_close(plain(x, split_sizes=[5, 0, 9]), y)
+    lora.unmerge(model)
+    adapted().load_state_dict(model.state_dict(), assign=assign)
+
+
 # An adapter of someone else's around an operation
 
 
