@@ -120,6 +120,34 @@ def test_extra_inputs_by_position_are_refused_with_their_names() -> None:
         ops.SwiGLU()(x, sizes)
 
 
+@pytest.mark.parametrize("declared", ["extra_inputs", "extra_outputs"])
+def test_names_without_kinds_are_refused_where_a_class_declares_them(declared: str) -> None:
+    with pytest.raises(
+        TypeError, match=rf"Named.{declared} is \('extra',\), but must have the kind of each by its name"
+    ):
+        type("Named", (Times,), {declared: ("extra",)})
+
+
+@pytest.mark.parametrize("name", ["outputs", "x"])
+def test_an_extra_input_with_the_name_of_an_argument_is_to_be_renamed(name: str) -> None:
+    class Product(BasicOperation):
+        extra_inputs = {name: Tensor}
+
+        def fuser_forward(self, ctx: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+            return x * extras[name], {}
+
+        def fuser_backward(self, ctx: Any, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+            return dy, {}, {}
+
+    x, operation = torch.ones(3, WIDTH), Product()
+    message = rf"missing: '{name}'; the operations ask for: '{name}'\. '{name}' is an argument of the call itself"
+    for module in (operation, Sequential(operation)):
+        with pytest.raises(ValueError, match=message):
+            module(x)
+    operation.rename_extras(**{name: "factor"})
+    assert torch.equal(Sequential(operation)(x, factor=2 * x), 2 * x)
+
+
 def test_fan_out_passes_gradcheck() -> None:
     layer = Sequential(
         Make("r"), ops.RMSNorm(WIDTH), Gate().rename_extras(other="r"), nn.Tanh(), Add("r"),

@@ -10,6 +10,8 @@ from torch import Tensor
 from ops.runner.input import check_real
 from recipes.tensors.splits import Splits
 
+_ARGUMENTS = ("x", "outputs", "buffers")  # of `forward`, of operations and Sequentials
+
 
 def check_extras(
     consumed: Sequence[str], produced: Sequence[str], given: Mapping[str, Any], outputs: Sequence[str]
@@ -27,7 +29,9 @@ def check_extras(
             f"unknown: {', '.join(map(repr, unknown))}; " if unknown else ""
         )
         asked = ", ".join(map(repr, consumed)) or "none"
-        raise ValueError(f"Extra inputs by name: {problem}the operations ask for: {asked}.")
+        taken = next((name for name in missing if name in _ARGUMENTS), None)
+        mend = "" if taken is None else f" {taken!r} is an argument of the call itself: rename it by rename_extras."
+        raise ValueError(f"Extra inputs by name: {problem}the operations ask for: {asked}.{mend}")
     for name, value in given.items():
         if isinstance(value, Tensor):
             check_real(name, value.dtype)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Self
+from collections.abc import Collection, Mapping
+from typing import Any, Self
 
 
 class NamedExtras:
@@ -22,6 +22,16 @@ class NamedExtras:
     weights_of_rows: Mapping[str, str] = {}
     is_activation = False
     _names: Mapping[str, str] = {}
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        for declared in ("extra_inputs", "extra_outputs"):
+            kinds = vars(cls).get(declared)
+            if isinstance(kinds, Collection) and not isinstance(kinds, Mapping):
+                raise TypeError(
+                    f"{cls.__name__}.{declared} is {kinds!r}, but must have the kind of each by its name: "
+                    "{'name': torch.Tensor}."
+                )
 
     def check_extra_from(self, name: str, maker: NamedExtras) -> None:
         """Raise ValueError if its extra input `name`, which this one before it in the Sequential makes, does not go
