@@ -1257,6 +1257,18 @@ def test_y_of_another_dtype_than_that_of_the_context_is_an_error(dtype: torch.dt
             sequential(torch.ones(2))
 
 
+def test_an_extra_output_of_floating_point_that_is_declared_as_indices_is_an_error() -> None:
+    """It would have no gradient."""
+
+    class Counts(Tap):
+        extra_outputs = {"tapped": ops.IndexTensor}
+
+    with pytest.raises(
+        TypeError, match=r"In operation 0 \(Counts\): .* 'tapped' in torch.float32, but it is declared an"
+    ):
+        Sequential(Counts())(torch.ones(2))
+
+
 @pytest.mark.parametrize("outputs", [None, [torch.ones(2)], {"tapped": None}, {"tapped": 1.0}, {"tapped": [1.0]}])
 def test_extra_outputs_that_are_no_mapping_of_tensors_are_errors(outputs: Any) -> None:
     class Returns(Tap):

@@ -564,6 +564,11 @@ def _check_extra_outputs(outputs: Any, wiring: Wiring) -> None:
                 f"fuser_forward returned a {type(outputs[local]).__name__} as the extra output {local!r}. "
                 "Return a tensor."
             )
+        if kind is IndexTensor and local in outputs and outputs[local].is_floating_point():
+            raise TypeError(
+                f"fuser_forward returned the extra output {local!r} in {outputs[local].dtype}, but it is declared an "
+                "IndexTensor, of integers, which have no gradient. Declare it a Tensor, or return integers."
+            )
 
 
 def _splits_of(sizes: Any, x: Any) -> Splits:
