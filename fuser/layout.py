@@ -23,6 +23,7 @@ from ops.runner.callers_extras import check_extras
 from ops.runner.named_extras import NamedExtras
 from ops.runner.operation import BasicOperation
 from ops.runner.run import Buffers, Pipeline
+from ops.runner.traced_plan import is_hooked
 from ops.torch_function import check_names
 from recipes.first_forwards import FirstForwards
 from recipes.recipe import Recipe
@@ -32,7 +33,6 @@ Names = tuple[str, ...]
 # By which a wrapper holds what it wraps: checkpoint_wrapper, torch.compile, FSDP1. peft has a method, get_base_layer.
 _WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 _OWN_FORWARD = "it has a forward of its own"
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def _has_own_forward(module: nn.Module) -> bool:
@@ -57,6 +57,26 @@ class Stage(NamedTuple):
     label: str
     why_alone: str | None = None
     takes_tensors: bool = False  # extra inputs are handed to it as tensors, split sizes too
+
+
+class _Seen(NamedTuple):
+    """What a module was that a Layout has seen.
+
+    attributes: of it, as they are now; patched: whether forward was among them; hooked: whether it had hooks
+    parameters, children: the dictionaries of these, which pipelines hold (None: of torch.jit.trace)
+    """
+
+    attributes: Mapping[str, Any]
+    patched: bool
+    hooked: bool
+    parameters: Any
+    children: Any
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Seen:
+        attributes = vars(module)
+        own = attributes.get("_parameters"), attributes.get("_modules")
+        return cls(attributes, "forward" in attributes, is_hooked(attributes), *own)
 
 
 class _Names(NamedTuple):
@@ -112,10 +132,8 @@ class Layout:
         self._first_forwards = sequential.first_forwards
         self._own_contents = _contents(sequential)
         self._contents: list[tuple[Container, tuple[Any, ...]]] = []  # nested only: no cycle with the layout's owner
-        self._hooks: list[Mapping[Any, Any]] = []
         self._nested: list[tuple[Container, Layout]] = []
-        self._hooked: list[tuple[Mapping[Any, Any], ...]] = []
-        self._patched: list[tuple[Mapping[str, Any], bool]] = []  # attributes, and whether forward is among them
+        self._seen: list[_Seen] = []
         self._settings: list[tuple[BasicOperation, Mapping[str, str], Recipe | None]] = []
         self._names: list[tuple[NamedExtras, Mapping[str, str]]] = []  # of modules that are no operations
         self._declared: list[tuple[nn.Module, tuple[Names, Names]]] = []
@@ -143,22 +161,21 @@ class Layout:
 
     def is_current(self, sequential: Container) -> bool:
         """Whether the modules, their hooks, and the operations' names and recipes are those of this layout."""
-        if any(self._hooks) or _contents(sequential) != self._own_contents:
+        if _contents(sequential) != self._own_contents:
             return False
         for operation, names, recipe in self._settings:  # loops, which take the host less than `all` of generators
             if operation._names is not names or operation._recipe is not recipe:
                 return False
-        for attributes, patched in self._patched:
-            if ("forward" in attributes) is not patched:
+        for attributes, patched, hooked, parameters, children in self._seen:
+            if ("forward" in attributes) is not patched or is_hooked(attributes) is not hooked:
+                return False
+            if attributes.get("_parameters") is not parameters or attributes.get("_modules") is not children:
                 return False
         for module, names in self._names:
             if module._names is not names:
                 return False
         for container, contents in self._contents:
             if _contents(container) != contents:
-                return False
-        for hooks in self._hooked:
-            if not any(hooks):
                 return False
         for nested, layout in self._nested:
             if nested.layout() is not layout:
@@ -202,10 +219,8 @@ class Layout:
         used = [self._names_of(module) for module in sequential]
         for index, module in enumerate(sequential):
             position, label = None if prefix else index, f"{prefix}{index}"
-            hooks = tuple(getattr(module, name) for name in _HOOKS)
-            hooked = any(hooks)
-            (self._hooked.append(hooks) if hooked else self._hooks.extend(hooks))
-            self._patched.append((module.__dict__, "forward" in module.__dict__))
+            self._seen.append(_Seen.of(module))
+            hooked = self._seen[-1].hooked
             own_forward = _has_own_forward(module)
             if isinstance(module, BasicOperation):
                 self._settings.append((module, module._names, module._recipe))

@@ -679,6 +679,34 @@ def test_a_copy_of_an_operation_runs_its_own_parameters() -> None:
     assert torch.equal(operation(torch.ones(2)), torch.full((2,), 2.0))
 
 
+def test_a_copy_of_the_attributes_of_an_operation_runs_its_own_parameters() -> None:
+    """As libraries for meta-learning clone modules, whose parameters are then computed."""
+    operation = Scale(2.0)
+    operation(torch.ones(2))
+    twin = Scale.__new__(Scale)
+    twin.__dict__ = operation.__dict__.copy()
+    twin._parameters = {"scale": operation.scale * 3}
+    y = twin(torch.ones(2))
+    assert torch.equal(y, torch.full((2,), 6.0))
+    y.sum().backward()
+    assert operation.scale.grad.item() == 6
+
+
+@pytest.mark.parametrize("within", (True, False))
+def test_gradients_go_to_parameters_in_a_dictionary_that_took_the_place_of_another(within: bool) -> None:
+    operation, other = Scale(2.0), Scale(5.0)
+    called = Sequential(operation, Scale(1.0)) if within else operation
+    called(torch.ones(2)).sum().backward()
+    operation.scale.grad = None
+    operation.__setstate__(other.__getstate__())
+    y = called(torch.ones(2))
+    y.sum().backward()
+    assert operation.scale is other.scale and other.scale.grad.item() == 2
+    operation._parameters = {"scale": nn.Parameter(torch.tensor(7.0))}
+    called(torch.ones(2)).sum().backward()
+    assert operation.scale.grad.item() == 2 and other.scale.grad.item() == 2
+
+
 def test_meta_init_then_to_empty_then_reset_trains_as_usual() -> None:
     def build(device: str) -> Sequential:
         linear = ops.Linear(3, 4, device=device)

@@ -822,6 +822,22 @@ def test_hooks_on_the_outermost_sequential_fire_and_split_nothing() -> None:
     assert stages(sequential) == [2]
 
 
+@pytest.mark.parametrize("kind", ("forward", "forward_pre", "full_backward"))
+def test_hooks_fire_in_dictionaries_that_took_the_place_of_others(kind: str) -> None:
+    sequential = Sequential(Scale(2.0), Sequential(Scale(3.0)), Scale(5.0))
+    attribute = f"_{kind.removeprefix('full_')}_hooks"
+    x = torch.ones((), requires_grad=True)
+    sequential(x).backward()
+    called: list[str] = []
+    for name in ("2", "1", "1.0"):
+        for module in sequential.modules():
+            setattr(module, attribute, OrderedDict())  # which takes all hooks away
+        hook = getattr(sequential.get_submodule(name), f"register_{kind}_hook")
+        hook(lambda *_, name=name: called.append(name))
+        sequential(x).backward()
+    assert called == ["2", "1", "1.0"]
+
+
 def test_a_hooked_operation_still_takes_and_makes_extras_by_name() -> None:
     tap, multiply = Tap().rename_extras(tapped="a"), Multiply().rename_extras(other="a")
     sequential = Sequential(tap, Scale(2.0), multiply)

@@ -367,7 +367,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
 
     def _pipeline(self, path: str | None) -> Pipeline:
         pipeline = self._pipelines.get(path)
-        if pipeline is None:
+        if pipeline is None or not pipeline.is_of(self):
             pipeline = Pipeline((self,), path=path, recipe=self._recipe)
             self._pipelines = {**self._pipelines, path: pipeline}
         return pipeline

@@ -116,6 +116,17 @@ class Pipeline:
         """The basic operations, which somebody else holds."""
         return tuple([ref() for ref in self._operations])
 
+    def is_of(self, operation: Any) -> bool:
+        """Whether this is the only operation, and its dictionaries are those that are held here. Those of a copy by
+        `copy.__dict__ = operation.__dict__.copy()` are others, and so are those that were assigned."""
+        reference, parameters, children, hooks = self.members[0]
+        return (
+            operation._parameters is parameters
+            and operation._modules is children
+            and operation._forward_pre_hooks is hooks
+            and reference() is operation
+        )
+
     def _consumers(self) -> dict[str, tuple[int, type]]:
         """The extra inputs that the caller gives: the first operation that consumes each, and as which kind."""
         seen: set[str] = set()

@@ -23,7 +23,7 @@ import math
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -163,7 +163,7 @@ class TracedPlan:
         self.terms = terms
         self.key = f"{terms.recipe.name}, plan {next(_numbers)} of process {_process()}"
         self._live = [weakref.ref(operation) for operation in pipeline.operations]
-        self._hooked = [_is_hooked(operation) for operation in pipeline.operations]
+        self._hooked = [is_hooked(vars(operation)) for operation in pipeline.operations]
         self._settings = [operation.settings for operation in pipeline.operations]
         self._recipes = pipeline.traced_recipes
         self._state_names = state_names(terms.recipe)
@@ -367,7 +367,7 @@ class TracedPlan:
             operation = reference()
             if operation is None:
                 continue
-            if _is_hooked(operation) != hooked:
+            if is_hooked(vars(operation)) != hooked:
                 raise RuntimeError(
                     f"Hooks of {type(operation).__name__} were registered or removed after the model was compiled, "
                     "which torch.compile does not see. Call torch.compiler.reset()."
@@ -457,9 +457,14 @@ def _flops(program: Program, operations: Sequence[Any], rows: Sequence[int]) -> 
     return forward, backward
 
 
-def _is_hooked(module: nn.Module) -> bool:
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(hooks)
+def is_hooked(attributes: Mapping[str, Any]) -> bool:
+    """Whether the module with these attributes has hooks now: `_forward_hooks = OrderedDict()` takes them away."""
+    return bool(
+        attributes["_forward_hooks"]
+        or attributes["_forward_pre_hooks"]
+        or attributes["_backward_hooks"]
+        or attributes["_backward_pre_hooks"]
+    )
 
 
 def _activations(tensors: Sequence[Tensor], num_parameters: int) -> list[Tensor]:
