@@ -524,6 +524,17 @@ def test_codes_and_scales_are_moved_into_shared_memory() -> None:
     assert torch.equal(weight.dequantize(), before)
 
 
+def test_apply_computes_on_values_and_rounds() -> None:
+    layers = fuser.to_quantized(model(), "mxfp8")
+    weight = layers[1].weight
+    assert weight.data.apply_(lambda value: 0.5) is not None
+    assert torch.equal(weight.dequantize(), torch.full(weight.shape, 0.5))
+    weight.apply_(lambda value: 2 * value)
+    assert weight.requires_grad and torch.equal(weight.dequantize(), torch.ones(weight.shape))
+    with pytest.raises(RuntimeError, match="cannot be changed in place"):
+        fuser.quantize(torch.randn(32, 32), "mxfp8").apply_(lambda value: 1.0)
+
+
 def test_a_held_weight_is_no_cycle() -> None:
     """An operation goes with its last user, also where the weight finds its scales on it."""
     layer = fuser.to_quantized(ops.Linear(16, 16), DelayedScaling())

@@ -9,6 +9,7 @@ ordinary tensors.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
@@ -98,6 +99,11 @@ class QuantizedHandle(Tensor):
 
     def is_shared(self) -> bool:
         return all(tensor.is_shared() for tensor in held_tensors(self))
+
+    @torch.no_grad()
+    def apply_(self, function: Callable[[float], float]) -> Tensor:
+        """torch's own, which reads memory that is not there, on the values."""
+        return self.copy_(self.dequantize().apply_(function))
 
     # Every function of torch comes to __torch_dispatch__, below autograd.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
