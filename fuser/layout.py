@@ -134,7 +134,7 @@ class Layout:
         self._contents: list[tuple[Container, tuple[Any, ...]]] = []  # nested only: no cycle with the layout's owner
         self._nested: list[tuple[Container, Layout]] = []
         self._seen: list[_Seen] = []
-        self._settings: list[tuple[BasicOperation, Mapping[str, str], Recipe | None]] = []
+        self._settings: list[tuple[BasicOperation, type, Mapping[str, str], Recipe | None]] = []
         self._names: list[tuple[NamedExtras, Mapping[str, str]]] = []  # of modules that are no operations
         self._declared: list[tuple[nn.Module, tuple[Names, Names]]] = []
         self._hidden: set[str] = set()  # made by flattened Sequentials, which keep it
@@ -160,11 +160,11 @@ class Layout:
             later = (later - set(stage.makes)) | set(stage.needs)
 
     def is_current(self, sequential: Container) -> bool:
-        """Whether the modules, their hooks, and the operations' names and recipes are those of this layout."""
+        """Whether the modules, their hooks, and the operations' classes, names and recipes are those of this layout."""
         if _contents(sequential) != self._own_contents:
             return False
-        for operation, names, recipe in self._settings:  # loops, which take the host less than `all` of generators
-            if operation._names is not names or operation._recipe is not recipe:
+        for operation, kind, names, recipe in self._settings:  # loops take the host less than `all` of generators
+            if operation._names is not names or operation._recipe is not recipe or type(operation) is not kind:
                 return False
         for attributes, patched, hooked, parameters, children in self._seen:
             if ("forward" in attributes) is not patched or is_hooked(attributes) is not hooked:
@@ -223,7 +223,7 @@ class Layout:
             hooked = self._seen[-1].hooked
             own_forward = _has_own_forward(module)
             if isinstance(module, BasicOperation):
-                self._settings.append((module, module._names, module._recipe))
+                self._settings.append((module, type(module), module._names, module._recipe))
             elif isinstance(inner := _wrapped(module), NamedExtras):
                 self._names.append((inner, inner._names))
             if isinstance(module, BasicOperation) and not hooked and not own_forward:

@@ -822,6 +822,26 @@ def test_hooks_on_the_outermost_sequential_fire_and_split_nothing() -> None:
     assert stages(sequential) == [2]
 
 
+class NegatedLinear(ops.Linear):
+    def fuser_forward(self, ctx: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+        y, outputs = super().fuser_forward(ctx, x, extras)
+        return -y, outputs
+
+
+class NegatingLinear(ops.Linear):
+    def forward(self, x: Tensor, **settings: Any) -> Any:
+        return -super().forward(x, **settings)
+
+
+@pytest.mark.parametrize("kind", (NegatedLinear, NegatingLinear))
+def test_an_operation_of_a_class_that_was_assigned_runs_as_one_of_that_class(kind: type) -> None:
+    sequential = Sequential(ops.Linear(4, 8), ops.SiLU(), ops.Linear(8, 4), ops.AddExtraInput("residual"))
+    x, residual = torch.randn(3, 4), torch.zeros(3, 4)
+    expected = -sequential(x, residual=residual)
+    sequential[2].__class__ = kind
+    assert torch.equal(sequential(x, residual=residual), expected)
+
+
 @pytest.mark.parametrize("kind", ("forward", "forward_pre", "full_backward"))
 def test_hooks_fire_in_dictionaries_that_took_the_place_of_others(kind: str) -> None:
     sequential = Sequential(Scale(2.0), Sequential(Scale(3.0)), Scale(5.0))

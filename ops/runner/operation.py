@@ -441,6 +441,8 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         # Because there is this method, FSDP2 sets the weights that it has gathered by it, and not behind our back.
         before = self.__dict__.get(name)
         super().__setattr__(name, value)
+        if name == "__class__":  # on which plans and fusions depend
+            self.__dict__["settings"] = self.settings + 1
         if name[0] == "_" or name == "training":
             return
         if self.__dict__.get(name) is before and not has_own_property(type(self), name):
