@@ -46,8 +46,9 @@ class MasterWeights:
     values before quantization, if the parameter has kept them (`preserve_high_precision_init_val=True`; they are
     cleared), else with the dequantized ones. `read()` takes these later, after a load into the model: without, a step
     is refused where torch has counted a change of the parameter that is not the master's (but for shards, delayed
-    scaling and replays of a CUDA graph, where the step undoes the load). Copied or pickled, a master is an ordinary
-    parameter.
+    scaling and replays of a CUDA graph, where the step undoes the load). A step is refused, too, where the operation
+    has another parameter in its place (but for shards), after `model.bfloat16()` for example. Copied or pickled, a
+    master is an ordinary parameter.
 
     Of parameters that FSDP2 shards the masters are sharded alike: make them after `fully_shard`, on all ranks. Each
     rank steps and quantizes its own rows; where one scale is of all ranks' rows, `step()` is a collective.
@@ -138,7 +139,7 @@ class MasterWeights:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         pairs, calls = self._stepped(optimizer), count()
-        self._check_unwritten(pairs)
+        self._check_unchanged(pairs)
 
         def evaluate(closure: Callable[[], Any]) -> Any:
             if next(calls):  # an optimizer that calls it again (LBFGS) has moved the masters
@@ -171,9 +172,17 @@ class MasterWeights:
 
     @not_traced("It reads versions, and on a GPU their values where one has changed.")
     @torch.no_grad()
-    def _check_unwritten(self, pairs: Iterable[tuple[Any, nn.Parameter]]) -> None:
-        """What was written and put back, as averages of weights are for an evaluation, is no change. Nothing is
-        compared in a capture, which must not wait for values."""
+    def _check_unchanged(self, pairs: Sequence[tuple[Any, nn.Parameter]]) -> None:
+        """That the model still has the parameters, and that they were not written. What was written and put back, as
+        averages of weights are for an evaluation, is no change. No values are compared in a capture, which must not
+        wait for them."""
+        for parameter, _ in pairs:
+            if getattr(parameter, "is_replaced", False):
+                raise RuntimeError(
+                    f"A quantized parameter {list(parameter.shape)} was replaced in its operation by another one, as "
+                    "by .to(dtype), a move to another device or load_state_dict(assign=True), so this step would not "
+                    "train the model. Make MasterWeights and the optimizer anew."
+                )
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
         for parameter, master in pairs:

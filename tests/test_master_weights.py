@@ -331,6 +331,28 @@ def test_masters_begin_with_the_values_before_quantization() -> None:
         assert weight.get_high_precision_init_val() is None
 
 
+@pytest.mark.parametrize("change", ["dtype", "device", "assign"])
+def test_a_step_of_parameters_that_others_took_the_place_of_is_refused(change: str) -> None:
+    """It would not train the model."""
+    layers = fuser.to_quantized(model(), "mxfp8")
+    masters = fuser.MasterWeights(layers.parameters())
+    optimizer = masters.attach(torch.optim.SGD(masters.parameters(), lr=0.1))
+    copy.deepcopy(layers).double()  # others
+    layers.to("cpu").load_state_dict(layers.state_dict())
+    loss_of(layers)(0).backward()
+    optimizer.step()
+    before = masters.parameters()[0].detach().clone()
+    if change == "dtype":
+        layers.double()
+    elif change == "device":
+        layers.to("meta")
+    else:
+        layers.load_state_dict(layers.state_dict(), assign=True)
+    with pytest.raises(RuntimeError, match=r"A quantized parameter \[.*\] was replaced in its operation by"):
+        optimizer.step()
+    assert torch.equal(masters.parameters()[0], before)
+
+
 def test_masters_read_what_was_loaded_into_the_model() -> None:
     layers, other = fuser.to_quantized(model(), "mxfp8"), model()
     masters = fuser.MasterWeights(layers.parameters())

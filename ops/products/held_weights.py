@@ -8,7 +8,7 @@ for backward. Under another recipe they are dequantized, and quantized anew wher
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -130,6 +130,14 @@ def applied(function: Callable[[Tensor], Tensor], weight: Any) -> Any:
         parameter.grad = function(weight.grad).to(parameter.dtype)  # that of a master is float32
     weight.moved = function, parameter
     return parameter
+
+
+def note_replaced(before: Iterable[Tensor | None], after: Iterable[Tensor | None]) -> None:
+    """Note of the quantized weights that an operation had before, and has no more: who steps them trains it no more."""
+    there = set(map(id, after))
+    for weight in before:
+        if isinstance(weight, QuantizedParameter) and id(weight) not in there:
+            weight.is_replaced = True
 
 
 def held_codes(ctx: OperationContext, names: Sequence[str], quantizer: Quantizer) -> Quantize | None:

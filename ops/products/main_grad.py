@@ -47,6 +47,7 @@ from ops.products.held_weights import (
     check_parts,
     held_as_of_new_operations,
     hold_quantized,
+    note_replaced,
 )
 from ops.products.product import store
 from ops.runner.backward import raise_located
@@ -322,13 +323,16 @@ class OperationWithWeights(BasicOperation):
         finally:
             self._parameters.update(held)
         self._parameters.update({name: applied(fn, parameter) for name, parameter in held.items()})
+        note_replaced(held.values(), self._parameters.values())
         self._adopt_weights()
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name in self.weight_names:
             local_shard(self._parameters.get(name))  # what is written into it may need the amax of all its ranks
+        before = [*self._parameters.values()]
         super()._load_from_state_dict(state_dict, prefix, *args)
+        note_replaced(before, self._parameters.values())  # with assign=True
 
     def _adopt_weights(self) -> None:
         """Let quantized weights find this operation's scales, and a data-parallel wrapper know that backward_dw()

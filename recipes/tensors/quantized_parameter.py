@@ -41,6 +41,7 @@ class QuantizedParameter(QuantizedHandle):
     _source: StateOfRole | None = None
     _groups: range | None = None
     _high_precision_init_val: Tensor | None = None
+    is_replaced = False  # in its operation, by another parameter
     moved: tuple[Callable[[Tensor], Tensor], Tensor] | None = None  # what a move of its module made of it, and by what
 
     @staticmethod
