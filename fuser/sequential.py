@@ -92,6 +92,18 @@ class Sequential(Container):
             self.extend(modules)  # type: ignore[arg-type]
         self.layout()
 
+    @property
+    def fusions(self) -> Sequence[Fusion] | None:
+        """Those that it was given; None: the registered and the built-in ones."""
+        return self.planner.fusions
+
+    @fusions.setter
+    def fusions(self, fusions: Sequence[Fusion] | None) -> None:
+        raise AttributeError(
+            "A Sequential gets its fusions when it is made. Make another one of the same operations: "
+            "Sequential(*sequential, fusions=...)."
+        )
+
     # The list protocol
 
     def __len__(self) -> int:

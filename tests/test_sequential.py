@@ -822,6 +822,13 @@ def test_hooks_on_the_outermost_sequential_fire_and_split_nothing() -> None:
     assert stages(sequential) == [2]
 
 
+def test_fusions_that_are_assigned_are_refused() -> None:
+    sequential = Sequential(Scale(2.0), fusions=())
+    with pytest.raises(AttributeError, match=r"gets its fusions when it is made\. Make another one"):
+        sequential.fusions = None
+    assert sequential.fusions == () and Sequential(*sequential).fusions is None
+
+
 class NegatedLinear(ops.Linear):
     def fuser_forward(self, ctx: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
         y, outputs = super().fuser_forward(ctx, x, extras)
