@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from fuser.plan import FusionPlanner
 from ops.runner.callers_buffers import place_of
 from ops.runner.callers_extras import check_extras
+from ops.runner.hooks import is_hooked
 from ops.runner.named_extras import NamedExtras
 from ops.runner.operation import BasicOperation
 from ops.runner.run import Buffers, Pipeline
-from ops.runner.traced_plan import is_hooked
 from ops.torch_function import check_names
 from recipes.first_forwards import FirstForwards
 from recipes.recipe import Recipe

@@ -32,8 +32,8 @@ def on_ranks(
     those that had to be ended, where they were. folder: an empty one, in which the ranks find each other.
 
     If a thread that is not of Python crashes in a rank, all ranks run once more: in CI one has ended in a segmentation
-    fault in such a thread while it waited for gloo (torch 2.13; not seen again in 4,000 runs of that test), and on CPUs
-    nothing here has threads or code of its own. What is Python's, or crashes twice, fails.
+    fault in such a thread while it waited for gloo (torch 2.13; not seen again in 4,000 runs of that test), and this
+    project has no native code on CPUs. What is Python's, or crashes twice, fails.
     """
     try:
         _start(function, arguments, ranks, backend, folder)

@@ -342,6 +342,7 @@ def test_a_step_of_parameters_that_others_took_the_place_of_is_refused(change: s
     loss_of(layers)(0).backward()
     optimizer.step()
     before = masters.parameters()[0].detach().clone()
+    held = [(module, dict(module._parameters)) for module in layers]
     if change == "dtype":
         layers.double()
     elif change == "device":
@@ -351,6 +352,10 @@ def test_a_step_of_parameters_that_others_took_the_place_of_is_refused(change: s
     with pytest.raises(RuntimeError, match=r"A quantized parameter \[.*\] was replaced in its operation by"):
         optimizer.step()
     assert torch.equal(masters.parameters()[0], before)
+    for module, parameters in held:
+        for name, parameter in parameters.items():
+            setattr(module, name, parameter)
+    optimizer.step()
 
 
 def test_masters_read_what_was_loaded_into_the_model() -> None:

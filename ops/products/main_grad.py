@@ -312,6 +312,8 @@ class OperationWithWeights(BasicOperation):
         if self._parameters.get(name) is not None:
             self.exchanges_parameters = True
         super().register_parameter(name, param)
+        if isinstance(param, QuantizedParameter):
+            param.is_replaced = False  # it may be put back
         self.forget_quantized_weights()  # the same parameter may hold other values
         self._adopt_weights()
 

@@ -23,7 +23,7 @@ import math
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from ops.runner.backward import Record, run_backward
 from ops.runner.context import at_tensor, state_of
 from ops.runner.data_parallel import LastWrapper, leave_states
+from ops.runner.hooks import is_hooked
 from ops.runner.nested_backward import within_backward
 from ops.runner.parameters import computed_names, without_parametrizations
 from ops.runner.program import Program
@@ -455,16 +456,6 @@ def _flops(program: Program, operations: Sequence[Any], rows: Sequence[int]) -> 
             forward += flops
             backward += flops * needs.input + operations[index].wgrad_flops(count, needs.params)
     return forward, backward
-
-
-def is_hooked(attributes: Mapping[str, Any]) -> bool:
-    """Whether the module with these attributes has hooks now: `_forward_hooks = OrderedDict()` takes them away."""
-    return bool(
-        attributes["_forward_hooks"]
-        or attributes["_forward_pre_hooks"]
-        or attributes["_backward_hooks"]
-        or attributes["_backward_pre_hooks"]
-    )
 
 
 def _activations(tensors: Sequence[Tensor], num_parameters: int) -> list[Tensor]:
