@@ -32,6 +32,32 @@ def times_vectors(acc, row_scale, column_scale):
 
 
 @gluon.jit
+def load_spread_vectors(
+    row_scale_ptr, column_scale_ptr, height, width, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr
+):
+    """`load_vectors` for `boxes_times_vectors`: a thread has each 32nd column, in an eighth of the registers."""
+    spread: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    offs_m = gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
+    offs_n = gl.arange(0, WIDTH, gl.SliceLayout(0, spread))
+    row_scale = gl.load(row_scale_ptr + offs_m, mask=offs_m < height, other=0.0)
+    column_scale = gl.load(column_scale_ptr + offs_n, mask=offs_n < width, other=0.0)
+    return row_scale, column_scale
+
+
+@gluon.jit
+def boxes_times_vectors(acc, row_scale, column_scale, out):
+    """`rounded_boxes` of acc times `load_spread_vectors`, as `times_vectors`: the columns of a box at a time."""
+    if acc.shape[1] > out.block_shape[-1]:
+        left, right = split_columns(acc)
+        of_left, of_right = column_scale.reshape([2, acc.shape[1] // 2]).permute([1, 0]).split()
+        return boxes_times_vectors(left, row_scale, of_left, out) + boxes_times_vectors(right, row_scale, of_right, out)
+    else:
+        row_scale = gl.convert_layout(row_scale, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)
+        column_scale = gl.convert_layout(column_scale, gl.SliceLayout(0, acc.type.layout))
+        return rounded_boxes(times_vectors(acc, row_scale, column_scale), out)
+
+
+@gluon.jit
 def finished_boxes(
     acc, out, staging, vectors, added, group, first, size, row, column, C, PART: gl.constexpr
 ):  # fmt: skip

@@ -2,9 +2,9 @@
 
 A program takes tile after tile, the largest groups first. One warp loads (TMA) into a ring of stages, consumers of four
 warps multiply (wgmma), each 64 rows of the tile by all of its columns, and store their rows: while one stores, the
-others multiply. Groups have few steps of 128 codes, so a tile may take as long to store as to multiply; with scales per
-tensor, 16-bit rows are stored while the next tile is multiplied (`stores_gluon`; LATE). There are no registers for that
-with scales of rows and columns. Which tile is next: `tile_queue_gluon`.
+others multiply. Groups have few steps of 128 codes, so a tile may take as long to store as to multiply: 16-bit rows are
+stored while the next tile is multiplied (`stores_gluon`; LATE), but for split accumulation with scales of rows and
+columns, for which there are no registers. Which tile is next: `tile_queue_gluon`.
 
     scales per tensor, or of rows and columns
                          128 x 256, two consumers; split accumulation: `split_accumulation_gluon`
@@ -34,7 +34,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ops.kernels.grouped_gemm.finished_rows_gluon import load_vectors, times_vectors
+from ops.kernels.grouped_gemm.finished_rows_gluon import (
+    boxes_times_vectors,
+    load_spread_vectors,
+    load_vectors,
+    times_vectors,
+)
 from ops.kernels.grouped_gemm.high_precision_nt_gluon import (
     add_boxes,
     free_last_box,
@@ -57,6 +62,7 @@ from ops.kernels.grouped_gemm.stores_gluon import (
     rounded_boxes,
     split_columns,
     store_boxes,
+    store_tile,
 )
 from ops.kernels.grouped_gemm.tile_queue_gluon import (
     ask_next,
@@ -185,19 +191,22 @@ def in_halves(acc):
 def sum_fast(given, last, vectors, step, num_steps, CONSUMER: gl.constexpr):
     """The products of this consumer's rows and the columns of a tile: their left half and their right half.
 
-    last: what is stored meanwhile, in two steps or more, or None. vectors: scales of rows and columns that are loaded
-    already, or None and None.
+    last: what is stored meanwhile, in two steps or more, or None. vectors: None, or scales of rows and columns; beside
+    last the arguments of `load_spread_vectors`, and the boxes of the products times these are returned.
     """
     stages, full, empty, _queue, _sizes = given
     STAGES: gl.constexpr = full.shape[0]
     HEIGHT: gl.constexpr = stages[0].shape[1]
     BLOCK_N: gl.constexpr = stages[1].shape[1]
-    acc = gl.zeros([HEIGHT, BLOCK_N], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32]))
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    acc = gl.zeros([HEIGHT, BLOCK_N], gl.float32, layout)
     if last is not None:
         acc = multiply_step(acc, given, step, CONSUMER)
         store_boxes(last, 0)
         acc = multiply_step(acc, given, step + 1, CONSUMER)
         store_boxes(last, 1)
+        if vectors is not None:
+            row_scale, column_scale = load_spread_vectors(*vectors, HEIGHT, BLOCK_N, layout)
         acc = warpgroup_mma_wait(1, deps=[acc])
         free_stage(empty, step, STAGES, CONSUMER)
         for s in range(num_steps - 2):
@@ -211,9 +220,12 @@ def sum_fast(given, last, vectors, step, num_steps, CONSUMER: gl.constexpr):
             free_stage(empty, step + s - 1, STAGES, CONSUMER, pred=s > 0)
     acc = warpgroup_mma_wait(0, deps=[acc])
     free_stage(empty, step + num_steps - 1, STAGES, CONSUMER, pred=num_steps > 0)
-    if vectors[0] is not None:
-        acc = times_vectors(acc, *vectors)
-    return in_halves(acc)
+    if vectors is None:
+        return in_halves(acc)
+    elif last is None:
+        return in_halves(times_vectors(acc, *vectors))
+    else:
+        return boxes_times_vectors(acc, row_scale, column_scale, last[3])
 
 
 @gluon.jit
@@ -239,8 +251,8 @@ def sum_split(given, last, step, num_steps, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def sum_blocks(given, step, num_steps, CONSUMER: gl.constexpr):
-    """The same of codes with scales of blocks."""
+def add_block(left, right, given, last, step, CONSUMER: gl.constexpr):
+    """Adds a step's product times its scales of blocks. last: what is stored meanwhile, or None."""
     stages, full, empty, _queue, _sizes = given
     dy_stages, x_stages, dy_scale_stages, x_scale_stages = stages
     STAGES: gl.constexpr = full.shape[0]
@@ -248,20 +260,58 @@ def sum_blocks(given, step, num_steps, CONSUMER: gl.constexpr):
     HEIGHT: gl.constexpr = dy_stages.shape[1]
     BLOCK_N: gl.constexpr = x_stages.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
-    acc = gl.zeros([HEIGHT, BLOCK_N], gl.float32, layout)
-    left, right = split_columns(acc)
-    for s in range(num_steps):
-        stage = wait_for_loads(full, step + s)
-        dy_stage = dy_stages.index(stage * CONSUMERS + CONSUMER)
-        zero = gl.zeros([HEIGHT, BLOCK_N], gl.float32, layout)
-        product = warpgroup_mma(dy_stage, x_stages.index(stage).permute([1, 0]), zero, use_acc=False, is_async=True)
-        row_scale = dy_scale_stages.index(stage).slice(CONSUMER * HEIGHT, HEIGHT).load(gl.SliceLayout(1, layout))
-        one, two = split_columns(warpgroup_mma_wait(0, deps=[product]))
-        of_columns = x_scale_stages.index(stage)
-        left = add_scaled(left, one, row_scale, of_columns.slice(0, BLOCK_N // 2))
-        right = add_scaled(right, two, row_scale, of_columns.slice(BLOCK_N // 2, BLOCK_N // 2))
-        free_stage(empty, step + s, STAGES, CONSUMER)
+    stage = wait_for_loads(full, step)
+    dy_stage = dy_stages.index(stage * CONSUMERS + CONSUMER)
+    zero = gl.zeros([HEIGHT, BLOCK_N], gl.float32, layout)
+    product = warpgroup_mma(dy_stage, x_stages.index(stage).permute([1, 0]), zero, use_acc=False, is_async=True)
+    if last is not None:
+        store_tile(last)
+    row_scale = dy_scale_stages.index(stage).slice(CONSUMER * HEIGHT, HEIGHT).load(gl.SliceLayout(1, layout))
+    one, two = split_columns(warpgroup_mma_wait(0, deps=[product]))
+    of_columns = x_scale_stages.index(stage)
+    left = add_scaled(left, one, row_scale, of_columns.slice(0, BLOCK_N // 2))
+    right = add_scaled(right, two, row_scale, of_columns.slice(BLOCK_N // 2, BLOCK_N // 2))
+    free_stage(empty, step, STAGES, CONSUMER)
     return left, right
+
+
+@gluon.jit
+def sum_blocks(given, last, step, num_steps, CONSUMER: gl.constexpr):
+    """The same of codes with scales of blocks. last: as above; the first product has no sums beside it."""
+    HEIGHT: gl.constexpr = given[0][0].shape[1]
+    BLOCK_N: gl.constexpr = given[0][1].shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    left, right = split_columns(gl.zeros([HEIGHT, BLOCK_N], gl.float32, layout))
+    STORED: gl.constexpr = 0 if last is None else 1  # steps meanwhile
+    if last is not None:
+        if num_steps > 0:
+            left, right = add_block(left, right, given, last, step, CONSUMER)
+        else:
+            store_tile(last)
+    for s in range(num_steps - STORED):
+        left, right = add_block(left, right, given, None, step + s + STORED, CONSUMER)
+    return left, right
+
+
+@gluon.jit
+def halves_times_vectors(left, right, row_scale_ptr, column_scale_ptr, height, width):
+    """Halves times the scales of their rows and columns, which are loaded one half after the other."""
+    HALF: gl.constexpr = left.shape[1]
+    layout: gl.constexpr = left.type.layout
+    vectors = load_vectors(row_scale_ptr, column_scale_ptr, height, width, left.shape[0], HALF, layout)
+    left = times_vectors(left, *vectors)
+    column_scale_ptr += HALF
+    vectors = load_vectors(row_scale_ptr, column_scale_ptr, height, width - HALF, left.shape[0], HALF, layout)
+    return left, times_vectors(right, *vectors)
+
+
+@gluon.jit
+def finished(left, right, last):
+    """Halves as they are, or beside last their boxes."""
+    if last is None:
+        return left, right
+    else:
+        return rounded_boxes(left, last[3]) + rounded_boxes(right, last[3])
 
 
 @gluon.jit
@@ -269,50 +319,51 @@ def sum_and_scale(
     given, last, scales, group, size, row, column, step, num_steps, CONSUMER: gl.constexpr, LAYOUT: gl.constexpr,
     PROMOTE: gl.constexpr,
 ):  # fmt: skip
-    """The left half and the right half of this consumer's rows. Scales of a group without columns may be anything."""
+    """`finished` halves of this consumer's rows. Scales of a group without columns may be anything."""
     stages, _full, _empty, _queue, sizes = given
     dy_scale_ptr, x_scale_ptr, dy_scale_stride, x_scale_stride = scales
     _num_groups, N, K = sizes
     HEIGHT: gl.constexpr = stages[0].shape[1]
-    HALF: gl.constexpr = stages[1].shape[1] // 2
+    BLOCK_N: gl.constexpr = stages[1].shape[1]
     if LAYOUT == "row":
-        return sum_blocks(given, step, num_steps, CONSUMER)
+        left, right = sum_blocks(given, last, step, num_steps, CONSUMER)
+        return finished(left, right, last)
     elif LAYOUT == "vector":
-        WIDTH: gl.constexpr = HALF if PROMOTE else 2 * HALF
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
         row_scale_ptr = dy_scale_ptr + group.to(gl.int64) * N + row
         column_scale_ptr = x_scale_ptr + group.to(gl.int64) * K + column
-        height = gl.where(size > 0, N - row, 0)
-        width = gl.where(size > 0, K - column, 0)
+        vectors = row_scale_ptr, column_scale_ptr, gl.where(size > 0, N - row, 0), gl.where(size > 0, K - column, 0)
         if PROMOTE:
             left, right = sum_split(given, None, step, num_steps, CONSUMER)
-            vectors = load_vectors(row_scale_ptr, column_scale_ptr, height, width, HEIGHT, HALF, layout)
-            left = times_vectors(left, *vectors)
-            column_scale_ptr += HALF
-            vectors = load_vectors(row_scale_ptr, column_scale_ptr, height, width - HALF, HEIGHT, HALF, layout)
-            return left, times_vectors(right, *vectors)
-        else:  # before the products, whose time that takes
-            vectors = load_vectors(row_scale_ptr, column_scale_ptr, height, width, HEIGHT, WIDTH, layout)
-            return sum_fast(given, None, vectors, step, num_steps, CONSUMER)
+            return halves_times_vectors(left, right, *vectors)
+        elif last is None:  # before the products, whose time that takes
+            layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+            loaded = load_vectors(*vectors, HEIGHT, BLOCK_N, layout)
+            return sum_fast(given, None, loaded, step, num_steps, CONSUMER)
+        elif num_steps > 1:
+            return sum_fast(given, last, vectors, step, num_steps, CONSUMER)
+        else:
+            store_tile(last)
+            left, right = sum_split(given, None, step, num_steps, CONSUMER)  # a step is the same in both
+            left, right = halves_times_vectors(left, right, *vectors)
+            return finished(left, right, last)
     else:
         if last is None:
             if PROMOTE:
                 left, right = sum_split(given, None, step, num_steps, CONSUMER)
             else:
-                left, right = sum_fast(given, None, (None, None), step, num_steps, CONSUMER)
+                left, right = sum_fast(given, None, None, step, num_steps, CONSUMER)
         elif num_steps > 1:
             if PROMOTE:
                 left, right = sum_split(given, last, step, num_steps, CONSUMER)
             else:
-                left, right = sum_fast(given, last, (None, None), step, num_steps, CONSUMER)
+                left, right = sum_fast(given, last, None, step, num_steps, CONSUMER)
         else:
-            store_boxes(last, 0)
-            store_boxes(last, 1)
-            left, right = sum_split(given, None, step, num_steps, CONSUMER)  # a step is the same in both
+            store_tile(last)
+            left, right = sum_split(given, None, step, num_steps, CONSUMER)
         of_dy = gl.load(dy_scale_ptr + group * dy_scale_stride, mask=size > 0, other=0.0)
         of_x = gl.load(x_scale_ptr + group * x_scale_stride, mask=size > 0, other=0.0)
         # one after the other, as `scale_sums`
-        return left * of_dy * of_x, right * of_dy * of_x
+        return finished(left * of_dy * of_x, right * of_dy * of_x, last)
 
 
 @gluon.jit
@@ -345,14 +396,15 @@ def multiply(
             last = None
             if LATE:
                 last = boxes, (place, row), column, dw, staging
-            left, right = sum_and_scale(
+            sums = sum_and_scale(
                 given, last, scales, group, size, first_n, first_k, step, num_steps, CONSUMER, LAYOUT, PROMOTE
             )
             middle = first_k + BLOCK_N // 2
             if LATE:
-                boxes = rounded_boxes(left, dw) + rounded_boxes(right, dw)
+                boxes = sums
                 place, row, column = matrix, first_n, first_k
             elif not ACCUMULATE or num_steps > 0:
+                left, right = sums
                 if old is None:
                     store_sums(left, dw, staging, matrix, first_n, first_k, ACCUMULATE, 0)
                     store_sums(right, dw, staging, matrix, first_n, middle, ACCUMULATE, 1)
@@ -369,9 +421,7 @@ def multiply(
         turn += 1
         group, size, tile_n, tile_k = take(queue, turn)
     if LATE:
-        last = boxes, (place, row), column, dw, staging
-        store_boxes(last, 0)
-        store_boxes(last, 1)
+        store_tile((boxes, (place, row), column, dw, staging))
     tma.store_wait(0)
 
 
@@ -538,7 +588,7 @@ def k_grouped_float8_gluon(
         REVERSE=reverse,
         LAYOUT=layout,
         PROMOTE=promote,
-        LATE=layout == "tensor" and out.itemsize == 2,
+        LATE=out.itemsize == 2 and not (layout == "vector" and promote),
         BOXES=FETCHED if accumulate and config.fetches else BOXES,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,

@@ -51,6 +51,7 @@ from ops.kernels.grouped_gemm.stores_gluon import (
     split_columns,
     store_box,
     store_boxes,
+    store_tile,
 )
 from ops.kernels.grouped_gemm.tile_queue_gluon import (
     ask_next,
@@ -337,8 +338,7 @@ def multiply(
                 elif num_steps >= 2:
                     acc = sum_late(given, last, step, num_steps, CONSUMER, 1)
                 else:
-                    store_boxes(last, 0)
-                    store_boxes(last, 1)
+                    store_tile(last)
                     acc = sum_one(given, step, num_steps, CONSUMER)
             else:
                 acc = sum_products(given, step, num_steps, CONSUMER)
@@ -363,9 +363,7 @@ def multiply(
         turn += 1
         group, size, tile_n, tile_k = take(queue, turn)
     if LATE:
-        last = boxes, (place, row), column, dw, staging
-        store_boxes(last, 0)
-        store_boxes(last, 1)
+        store_tile((boxes, (place, row), column, dw, staging))
     tma.store_wait(0)
 
 

@@ -2,7 +2,8 @@
 
 A program takes tile after tile. One warp loads (TMA) into a ring of stages, consumers of four warps multiply (wgmma),
 each 64 rows of the tile by all of its columns, and store their rows: while one stores, the others multiply. Where there
-are registers for it, 16-bit rows are stored while the next tile is multiplied (`stores_gluon`; LATE). A consumer whose
+are registers for it, 16-bit rows are stored while the next tile is multiplied (`stores_gluon`; LATE): with split
+accumulation or scales of rows and columns not beside a bias, nor with both. A consumer whose
 rows are past the end of their group only counts the steps of the tile, and its rows are not loaded: that boxes
 outside of a tensor are filled with zeros takes as long as loading them. Nor is the second half of the last columns, if
 there is nothing in it and consumers are two.
@@ -40,13 +41,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ops.kernels.grouped_gemm.finished_rows_gluon import finished, load_vectors, times_vectors, zero_tail
+from ops.kernels.grouped_gemm.finished_rows_gluon import (
+    boxes_times_vectors,
+    finished,
+    load_spread_vectors,
+    load_vectors,
+    times_vectors,
+    zero_tail,
+)
 from ops.kernels.grouped_gemm.high_precision_nt_gluon import wait_for_loads, with_layout
 from ops.kernels.grouped_gemm.measured_tiles import BOX_BYTES, GroupedGemmConfig
 from ops.kernels.grouped_gemm.persistent_schedule import band, most_tiles, multiprocessors
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, ragged_indices
 from ops.kernels.grouped_gemm.split_accumulation_gluon import add_product, add_to_halves, product_apart, zero_halves
-from ops.kernels.grouped_gemm.stores_gluon import allocate_staging, boxes_of_none, store_boxes
+from ops.kernels.grouped_gemm.stores_gluon import allocate_staging, boxes_of_none, store_boxes, store_tile
 from ops.kernels.grouped_gemm.tile_queue_gluon import (
     ask_next,
     count_tiles,
@@ -184,18 +192,24 @@ def multiply_step(acc, given, step, CONSUMER: gl.constexpr, TRANSPOSED: gl.const
 
 @gluon.jit
 def sum_products(
-    given, last, step, num_steps, CONSUMER: gl.constexpr, TRANSPOSED: gl.constexpr, WIDTH: gl.constexpr
+    given, last, vectors, step, num_steps, CONSUMER: gl.constexpr, TRANSPOSED: gl.constexpr, WIDTH: gl.constexpr
 ):  # fmt: skip
-    """Those of this consumer's rows and the first WIDTH columns of a tile. last: what is stored meanwhile."""
+    """Those of this consumer's rows and the first WIDTH columns of a tile. last: what is stored meanwhile.
+
+    vectors: arguments of `load_spread_vectors`; then the boxes of the products times these are returned. Or None.
+    """
     stages, _stagings, _full, empty, _queue, _offsets_ptr, _sizes = given
     HEIGHT: gl.constexpr = stages[0].shape[1]
     BITS: gl.constexpr = stages[0].dtype.primitive_bitwidth
-    acc = gl.zeros([HEIGHT, WIDTH], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 256 // BITS]))
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 256 // BITS])
+    acc = gl.zeros([HEIGHT, WIDTH], gl.float32, layout)
     if last is not None:
         acc = multiply_step(acc, given, step, CONSUMER, TRANSPOSED, WIDTH)
         store_boxes(last, 0)
         acc = multiply_step(acc, given, step + 1, CONSUMER, TRANSPOSED, WIDTH)
         store_boxes(last, 1)
+        if vectors is not None:
+            row_scale, column_scale = load_spread_vectors(*vectors, HEIGHT, WIDTH, layout)
         acc = warpgroup_mma_wait(1, deps=[acc])
         free_stage(empty, step)
         for s in range(num_steps - 2):
@@ -209,7 +223,10 @@ def sum_products(
             free_stage(empty, step + s - 1, pred=s > 0)
     acc = warpgroup_mma_wait(0, deps=[acc])
     free_stage(empty, step + num_steps - 1)
-    return acc
+    if vectors is not None:
+        return boxes_times_vectors(acc, row_scale, column_scale, last[3])
+    else:
+        return acc
 
 
 @gluon.jit
@@ -222,25 +239,39 @@ def add_scaled(acc, product, scale):
 
 
 @gluon.jit
-def sum_blocks(given, step, num_steps, CONSUMER: gl.constexpr):
-    """As `sum_products`, of codes with scales of blocks."""
+def add_block(acc, given, last, step, CONSUMER: gl.constexpr):
+    """acc and the product of a step times its scales. last: what is stored meanwhile, or None."""
     stages, _stagings, full, empty, _queue, _offsets_ptr, _sizes = given
     a_stages, _b_boxes, b_stages, scale_stages = stages
     HEIGHT: gl.constexpr = a_stages.shape[1]
-    BLOCK_N: gl.constexpr = b_stages.shape[1]
     CONSUMERS: gl.constexpr = a_stages.shape[0] // full.shape[0]
+    layout: gl.constexpr = acc.type.layout
+    stage = wait_for_loads(full, step)
+    a_stage = a_stages.index(stage * CONSUMERS + CONSUMER)
+    product = product_apart(acc, a_stage, b_stages.index(stage).permute([1, 0]))
+    if last is not None:
+        store_tile(last)
+    of_step = scale_stages.index(stage)
+    scale = of_step.slice(CONSUMER * HEIGHT, HEIGHT).load(gl.SliceLayout(1, layout))
+    scale *= of_step.slice(CONSUMERS * HEIGHT, HEIGHT).load(gl.SliceLayout(1, layout))
+    product = warpgroup_mma_wait(0, deps=[product])
+    free_stage(empty, step)
+    return add_scaled(acc, product, scale)
+
+
+@gluon.jit
+def sum_blocks(given, last, step, num_steps, CONSUMER: gl.constexpr):
+    """As `sum_products`, of codes with scales of blocks. The first product has no sums beside it: last fits there."""
+    stages, _stagings, _full, _empty, _queue, _offsets_ptr, _sizes = given
+    HEIGHT: gl.constexpr = stages[0].shape[1]
+    BLOCK_N: gl.constexpr = stages[2].shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     acc = gl.zeros([HEIGHT, BLOCK_N], gl.float32, layout)
-    for s in range(num_steps):
-        stage = wait_for_loads(full, step + s)
-        a_stage = a_stages.index(stage * CONSUMERS + CONSUMER)
-        product = product_apart(acc, a_stage, b_stages.index(stage).permute([1, 0]))
-        of_step = scale_stages.index(stage)
-        scale = of_step.slice(CONSUMER * HEIGHT, HEIGHT).load(gl.SliceLayout(1, layout))
-        scale *= of_step.slice(CONSUMERS * HEIGHT, HEIGHT).load(gl.SliceLayout(1, layout))
-        product = warpgroup_mma_wait(0, deps=[product])
-        free_stage(empty, step + s)
-        acc = add_scaled(acc, product, scale)
+    STORED: gl.constexpr = 0 if last is None else 1  # steps meanwhile
+    if last is not None:
+        acc = add_block(acc, given, last, step, CONSUMER)
+    for s in range(num_steps - STORED):
+        acc = add_block(acc, given, None, step + s + STORED, CONSUMER)
     return acc
 
 
@@ -293,7 +324,7 @@ def sum_and_scale(
     BLOCK_N: gl.constexpr = stages[2].shape[1 if TRANSPOSED else 2]
     row = CONSUMER * HEIGHT
     if LAYOUT == "square":
-        acc = sum_blocks(given, step, num_steps, CONSUMER)
+        acc = sum_blocks(given, last, step, num_steps, CONSUMER)
         return finished(acc, out, staging, scales, added, group, first, size, row, column, C, LAYOUT, False)
     elif PROMOTE and WIDTH == BLOCK_N:
         left, right = sum_halves(given, last, step, num_steps, CONSUMER)
@@ -306,18 +337,21 @@ def sum_and_scale(
         acc = sum_half(given, step, num_steps, CONSUMER)
         return finished(acc, out, staging, scales, added, group, first, size, row, column, C, LAYOUT, False)
     elif LAYOUT == "vector" and added[0] is None:
-        # The vectors are loaded before the products, whose time that takes; a bias needs their registers.
+        # The vectors are loaded while products are on their way; a bias needs their registers.
         a_scale_ptr, b_scale_ptr, _a_scale_stride, _b_scale_stride = scales
         of_columns_ptr = b_scale_ptr + group.to(gl.int64) * C + column
+        if last is not None:
+            vectors = a_scale_ptr + first + row, of_columns_ptr, size - row, C - column
+            return sum_products(given, last, vectors, step, num_steps, CONSUMER, TRANSPOSED, WIDTH)
         of_rows, of_columns = load_vectors(
             a_scale_ptr + first + row, of_columns_ptr, size - row, C - column, HEIGHT, WIDTH,
             gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32]),
         )  # fmt: skip
-        acc = sum_products(given, last, step, num_steps, CONSUMER, TRANSPOSED, WIDTH)
+        acc = sum_products(given, None, None, step, num_steps, CONSUMER, TRANSPOSED, WIDTH)
         acc = times_vectors(acc, of_rows, of_columns)
         return finished(acc, out, staging, scales, added, group, first, size, row, column, C, LAYOUT, True)
     else:
-        acc = sum_products(given, last, step, num_steps, CONSUMER, TRANSPOSED, WIDTH)
+        acc = sum_products(given, last, None, step, num_steps, CONSUMER, TRANSPOSED, WIDTH)
         return finished(acc, out, staging, scales, added, group, first, size, row, column, C, LAYOUT, False)
 
 
@@ -341,7 +375,9 @@ def multiply(
     group, first, size, tile_n = take(queue, turn)
     if LATE:
         boxes = boxes_of_none(out, HEIGHT, BLOCK_N)
-        z, y, row, place = 0, 0, 0, gl.cdiv(C, BLOCK_N) * BLOCK_N  # behind the last column nothing is stored
+        # Behind the last column nothing is stored. z as of any tile: of another one scales of blocks spill. With y and
+        # row of no rows, 16-bit products wait for each other.
+        z, y, row, place = 1 << 30, 0, 0, gl.cdiv(C, BLOCK_N) * BLOCK_N
     while group >= 0:
         column = tile_n * BLOCK_N
         if CONSUMER > 0 and CONSUMER * HEIGHT >= size:
@@ -370,9 +406,7 @@ def multiply(
         turn += 1
         group, first, size, tile_n = take(queue, turn)
     if LATE:
-        last = boxes, (z, y, row), place, out, staging
-        store_boxes(last, 0)
-        store_boxes(last, 1)
+        store_tile((boxes, (z, y, row), place, out, staging))
     zero_tail(out, staging, offsets_ptr, rows, num_groups, C, CONSUMER, CONSUMERS)
     tma.store_wait(0)
 
@@ -498,9 +532,10 @@ def m_grouped_gluon(
     in_order = blockwise and rows >= IN_ORDER_ROWS * G and has_fast_memory(out)
     num_tiles = most_tiles(rows, G, config.block_m) * cdiv(C, config.block_n)
     narrow = not blockwise and 0 < C % config.block_n <= config.block_n // 2
-    # For the others there are no registers.
-    late = layout == "tensor" and not narrow and R > config.block_k and out.itemsize == 2
-    late = late and (bias is None or not promote)
+    # For the others there are no registers; with scales of blocks it gains nothing where tiles are not in order.
+    late = (bias is None and not promote) or (layout == "tensor" and (bias is None or not promote))
+    late = in_order if blockwise else late and not narrow
+    late = late and R > config.block_k and out.itemsize == 2
     width = config.block_n // 2 if narrow else config.block_n
     b_box = (width, config.block_k) if transposed else (config.block_k, width)
     _m_grouped(

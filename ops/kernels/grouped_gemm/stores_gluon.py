@@ -68,3 +68,10 @@ def store_boxes(last, HALF: gl.constexpr):
     COUNT: gl.constexpr = len(boxes) // 2
     for i in gl.static_range(HALF * COUNT, HALF * COUNT + COUNT):
         store_box(boxes[i], out, staging, i, place, column + i * out.block_shape[-1])
+
+
+@gluon.jit
+def store_tile(last):
+    """Stores all boxes of a tile."""
+    store_boxes(last, 0)
+    store_boxes(last, 1)
