@@ -4,11 +4,11 @@
     act = f(h) * scales                        (Scaled)SwiGLU and similar activations
     y   = act W2_g^T + (scales) b2_g           FC2
 
-A joint fusion: it saves x, h and the scales for backward, and recomputes act there. Where nothing needs a gradient, FC1
-and the activation are one kernel and h is not stored, unless `why_pre_activation` says why. Every value that the
-unfused operations would store is rounded as they round it, so both give the same codes and, where the order of
-summation is the same, the same bits. Adapters (`ops.lora`) of FC1 and FC2 are their own affair: they add their products
-in `fprop` and `dgrad`, for which act and dh are there as values, too.
+A joint fusion: it saves x, h and the scales for backward, and recomputes act there. FC1 and the activation are one
+kernel unless `why_apart` says why; where nothing needs a gradient h is not stored, unless `why_pre_activation` does.
+Every value that the unfused operations would store is rounded as they round it, so both give the same codes and, where
+the order of summation is the same, the same bits. Adapters (`ops.lora`) of FC1 and FC2 are their own affair: they add
+their products in `fprop` and `dgrad`, for which act and dh are there as values, too.
 """
 # T rows, G groups, K in features of FC1, I features of the activation
 
@@ -41,7 +41,8 @@ from ops.kernels.elementwise.activation import (
     dactivation,
 )
 from ops.kernels.elementwise.dactivation_cast import fits
-from ops.kernels.grouped_gemm.grouped_activation import why_not_at_once
+from ops.kernels.grouped_gemm.grouped_activation import why_not_at_once, why_not_beside
+from ops.kernels.grouped_gemm.tile_rules import QUEUED_ROWS
 from ops.products.paths import Path, casts_in_backward, choose_path, how_cast_as_computed
 from ops.runner.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
 from ops.runner.parameters import parameter_dtype
@@ -115,7 +116,7 @@ class GroupedMLP(FusedOperation):
 
     def kernel(self, request: PlanRequest) -> str:
         ways = dict.fromkeys(linear.kernel(request) for linear in (self.fc1, self.fc2))
-        act = f"{self.activation.kind} {self._how_cast(request)}recomputed in backward"
+        act = f"{self.activation.kind} {self._in_training(request)}{self._how_cast(request)}recomputed in backward"
         return f"{', then '.join(ways)}, {act}{self._in_no_grad(request)}{self.operations[1].transfers(request)}"
 
     def _how_cast(self, request: PlanRequest) -> str:
@@ -131,6 +132,12 @@ class GroupedMLP(FusedOperation):
             return "" if forward is None else f"{forward}, "
         return "" if forward is None else f"{forward} in forward, "
 
+    def _in_training(self, request: PlanRequest) -> str:
+        """In words, where the activation's kernel is FC1's."""
+        if request.device.type != "cuda" or self.why_apart(choose_path(request), request.dtype):
+            return ""
+        return f"in the kernel of FC1 from {QUEUED_ROWS} rows a group on, "
+
     def _in_no_grad(self, request: PlanRequest) -> str:
         """In words, where there are kernels."""
         if request.device.type != "cuda":
@@ -140,6 +147,25 @@ class GroupedMLP(FusedOperation):
 
     def why_pre_activation(self, path: Path, dtype: torch.dtype) -> str | None:
         """Why h is stored although no backward needs it, as a sentence; None: FC1 and the activation are one kernel."""
+        return self._why_two_kernels(path) or why_not_at_once(dtype, self._weights, self.activation, path.capability)
+
+    def why_apart(self, path: Path, dtype: torch.dtype) -> str | None:
+        """Why FC1 and the activation are two kernels where h is stored, for any number of rows, as a sentence."""
+        if why := self._why_two_kernels(path):
+            return why
+        if self.fc1.use_bias or self.fc1.parallel is not None:
+            return "The kernel adds no bias, and ranks do not divide its product."
+        if self.fc2.reads_values:
+            return "The adapter of FC2 reads the activation."
+        return why_not_beside(dtype, self._weights, self.activation, path.capability)
+
+    @property
+    def _weights(self) -> tuple[int, int, int]:
+        """The shape of FC1's."""
+        return self.fc1.num_groups, self.fc1.own_out_features, self.fc1.own_in_features
+
+    def _why_two_kernels(self, path: Path) -> str | None:
+        """Why FC1 and the activation are two kernels in either mode, as a sentence, or None."""
         if path.name == "split":
             return "The SplitPath multiplies group by group."
         if any(path.recipe.quantizer(role) is not None for role in (Role.INPUT, Role.WEIGHT)):
@@ -148,8 +174,7 @@ class GroupedMLP(FusedOperation):
             return "A batch-invariant recipe multiplies with the kernel of training."
         if self.fc1.reads_values:
             return "The adapter's product is added to FC1's before the activation."
-        weights = (self.fc1.num_groups, self.fc1.own_out_features, self.fc1.own_in_features)
-        return why_not_at_once(dtype, weights, self.activation, path.capability)
+        return None
 
     def fuser_forward(
         self, ctxs: Sequence[OperationContext], x: Any, extras: Mapping[str, Any]
@@ -165,12 +190,19 @@ class GroupedMLP(FusedOperation):
             act = self.fc1.fprop_activation(fc1_ctx, x_q, self.activation, scales if self.scaled else None)
             act_q = path.quantize(act, splits, None, rowwise=True, columnwise=False)
             return self.fc2.fprop(fc2_ctx, act_q, act, splits, scales_of_bias), {}
-        h = self.fc1.fprop(fc1_ctx, x_q, x, splits, None)
         # act is not saved, so its columnwise copy is made in backward.
         quantizer = fc2_ctx.quantizer(Role.INPUT)
         rows, meetings = x, None
+        together = self.why_apart(path, fc1_ctx.dtype) is None
+        if together:
+            h, rows = self.fc1.fprop_and_activation(
+                fc1_ctx, x_q, x, splits, self.activation, scales if self.scaled else None
+            )
+        else:
+            h = self.fc1.fprop(fc1_ctx, x_q, x, splits, None)
         if self.fc2.reads_values:
             rows = activation(h, self.activation, scales if self.scaled else None)
+        if together or self.fc2.reads_values:
             act_q = path.quantize(rows, splits, quantizer, rowwise=True, columnwise=False)
         else:
             act_q, meetings = self._act(path, h, scales, splits, quantizer, rowwise=True, columnwise=False)

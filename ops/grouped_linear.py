@@ -381,6 +381,13 @@ class GroupedLinear(OperationWithWeights):
             scales=scales if adds_bias else None,
             out=out,
         )
+        self._keep(ctx, x_q, x, splits, scales, keeps_x)
+        return y if parallel is None else parallel.reduce_output(y, out)
+
+    def _keep(
+        self, ctx: OperationContext, x_q: Any, x: Any, splits: Splits, scales: Tensor | None, keeps_x: bool
+    ) -> None:
+        """Sets `ctx.saved`, as `fprop` says."""
         if ctx.needs_grad:
             keeps_x = keeps_x and self.needs_weight_grad(ctx)
             if keeps_x and self.save_original_input:
@@ -389,7 +396,16 @@ class GroupedLinear(OperationWithWeights):
                 ctx.saved = self.Saved(x, splits, scales, input_scale=scale)
             else:
                 ctx.saved = self.Saved(ctx.path.for_wgrad(x_q) if keeps_x else None, splits, scales)
-        return y if parallel is None else parallel.reduce_output(y, out)
+
+    def fprop_and_activation(
+        self, ctx: OperationContext, x_q: Any, x: Any, splits: Splits, spec: Activation, scales: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """h as `fprop` gives it and f(h) scales, for rows and weights that are not quantized; of a layer without bias
+        and adapter that ranks do not divide. Sets `ctx.saved`."""
+        h, act = ctx.path.fprop_and_activation(x_q, self.weight_operand(ctx, rowwise=True), spec, scales)
+        out = self.buffer(ctx, "output", x, self.own_out_features)
+        self._keep(ctx, x_q, x, splits, None, True)
+        return h if out is None else out.copy_(h), act
 
     def fprop_activation(self, ctx: OperationContext, x_q: Any, spec: Activation, scales: Tensor | None) -> Tensor:
         """f(x_g W_g^T + b_g) scales, for rows and weights that are not quantized; not of a layer divided by row."""

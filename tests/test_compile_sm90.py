@@ -41,13 +41,19 @@ from ops.kernels.elementwise import chain as elementwise
 from ops.kernels.elementwise import chain_steps as steps
 from ops.kernels.elementwise.activation import KINDS, Activation, activation_step
 from ops.kernels.elementwise.share_sums import sum_shares_triton
-from ops.kernels.grouped_gemm import bias_grad
+from ops.kernels.grouped_gemm import bias_grad, grouped_activation
 from ops.kernels.grouped_gemm import float8 as grouped_gemm_float8
 from ops.kernels.grouped_gemm import high_precision as grouped_gemm
 from ops.kernels.grouped_gemm.grouped_activation import grouped_activation_triton
 from ops.kernels.grouped_gemm.measured_tiles import MeasuredTile, TileTable, use_tiles
 from ops.kernels.grouped_gemm.tile_rules import MANY_ROWS as ADDED_BY_L2
-from ops.kernels.grouped_gemm.tile_rules import QUEUED_ROWS, activation_config, k_grouped_config, m_grouped_config
+from ops.kernels.grouped_gemm.tile_rules import (
+    QUEUED_IN_GLUON,
+    QUEUED_ROWS,
+    activation_config,
+    k_grouped_config,
+    m_grouped_config,
+)
 from ops.kernels.grouped_gemm.tile_rules_float8 import (
     BLOCK,
     IN_ORDER_ROWS,
@@ -98,6 +104,8 @@ LIMITS = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of shared memor
 PLACE, BARRIERS = re.compile(r"allocation\.offset = (\d+)"), re.compile(r"local_alloc .*memdesc<(\d+)x1xi64")
 # At most, stored and loaded, by programs that wait in few registers: dSiTUGLU of fp16. dSwiGLU is faster so.
 SPILLED_AT_MEETINGS = 192
+# At most, stored and loaded, for a tile of FC1 that is stored beside its activation: with Triton 3.8, else none.
+SPILLED_BESIDE = 108 if triton.__version__.startswith("3.8") else 0
 # Of one of Hopper's multiprocessors, and what each of its programs has besides its own.
 SHARED_BY_PROGRAMS, BESIDES = 228 << 10, 1 << 10
 
@@ -138,6 +146,17 @@ def launch_queued(dtype: torch.dtype) -> None:
             for extras in ((None, None, None), (bias, scales, alpha)):
                 grouped_gemm.m_grouped_triton(x, w, offsets, *extras, y, True, False)
             grouped_gemm.m_grouped_triton(dy, w, offsets, None, None, alpha, dx, False, False)
+        if dtype == torch.bfloat16 and N % QUEUED_IN_GLUON.block_n == 0 and why_not_this_release() is None:
+            launch_beside(x, w, offsets, scales)
+
+
+def launch_beside(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, scales: torch.Tensor) -> None:
+    """FC1 and SwiGLU in one kernel that stores both."""
+    h = x.new_empty(len(x), w.shape[1])
+    for given in (None, scales):
+        step = activation_step(Activation("swiglu"), given is not None)
+        about = offsets, given, h, h.new_empty(len(h), h.shape[1] // 2), QUEUED_IN_GLUON, step
+        grouped_activation.m_grouped_activation_gluon(x, w, *about)
 
 
 def launch_outputs_and_dgrads(rows: int, features: tuple[int, int], dtype: torch.dtype, tf32: bool) -> None:
@@ -911,14 +930,16 @@ def test_what_the_tuner_tries_compiles_for_hopper(cache):
 def test_kernels_in_gluon_compile_for_hopper_with_each_release(every, cache):
     reports = compiled(GLUON, 90, cache, every)
     products = {"m_grouped_gluon_kernel", "k_grouped_gluon_kernel", "k_grouped_float8_gluon_kernel"}
+    products.add("m_grouped_activation_gluon_kernel")
     casts = {"cast_nvfp4_gluon_kernel", "cast_float8_gluon_kernel", "cast_float8_vectors_gluon_kernel"}
     casts |= {"activation_gluon_kernel"} | {
         f"dactivation_{kind}gluon_kernel" for kind in ("", "amax_", "blocks_", "vectors_", "vector_amaxes_")
     }
     assert products | casts <= {report["kernel"] for report in reports}
     for report in reports:
-        assert report["shared_bytes"] <= LIMITS[90] and not report["spilled_bytes"] and not report["warnings"], report
-        assert not report["shared_barriers"], report
+        spilled = SPILLED_BESIDE if report["kernel"] == "m_grouped_activation_gluon_kernel" else 0
+        assert report["shared_bytes"] <= LIMITS[90] and report["spilled_bytes"] <= spilled, report
+        assert not report["warnings"] and not report["shared_barriers"], report
 
 
 @pytest.mark.timeout(1800)

@@ -1,18 +1,31 @@
 """A grouped product and its activation in one kernel: the bits of the two kernels it replaces, wherever it runs."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor
 
-from ops.kernels.elementwise.activation import KINDS, Activation, activation
+from ops.kernels.elementwise.activation import KINDS, Activation, activation, activation_step
+from ops.kernels.grouped_gemm import grouped_activation as kernels
 from ops.kernels.grouped_gemm.grouped_activation import (
     grouped_activation,
     grouped_activation_ref,
     grouped_activation_triton,
+    grouped_gemm_activation,
     why_not_at_once,
+    why_not_beside,
 )
 from ops.kernels.grouped_gemm.high_precision import grouped_gemm_tn
-from ops.kernels.grouped_gemm.tile_rules import DECODE_ROWS, FEW_ROWS, activation_config
+from ops.kernels.grouped_gemm.tile_rules import (
+    DECODE_ROWS,
+    FEW_ROWS,
+    QUEUED_IN_GLUON,
+    QUEUED_ROWS,
+    activation_config,
+    has_fast_memory,
+)
+from recipes.triton.replay import forget
 from tests import reference
 from tests.grouped_cases import DEVICES, Case, Operands, operands
 
@@ -139,6 +152,42 @@ def test_a_refusal_is_a_sentence(dtype, weights, spec, gpu, sentence):
     assert sentence in why_not_at_once(dtype, weights, spec, gpu)
 
 
+WIDE = (8, 512, 256)  # [G, N, K] that the kernel which stores both takes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weights", "spec", "gpu", "sentence"),
+    [
+        (torch.bfloat16, WIDE, spec_of("swiglu"), None, "A CPU runs the product and the activation"),
+        (torch.float16, WIDE, spec_of("swiglu"), HOPPER, "multiplies bfloat16, and these are float16"),
+        (torch.bfloat16, (600, 512, 256), spec_of("swiglu"), HOPPER, "512 groups at most, and there are 600"),
+        (torch.bfloat16, WIDE, spec_of("situglu"), HOPPER, "registers for SwiGLU alone, and this is situglu"),
+        (torch.bfloat16, WIDE, spec_of("swiglu", 32), HOPPER, "halves of the columns, and glu_interleave_size is 32"),
+        (torch.bfloat16, (8, 384, 256), spec_of("swiglu"), HOPPER, "multiple of 128, and these are 256 and 192"),
+        (torch.bfloat16, (8, 512, 248), spec_of("swiglu"), HOPPER, "256 at least, and"),
+        (torch.bfloat16, (8, 512, 260), spec_of("swiglu"), HOPPER, "multiple of 8, 256 at least, and"),
+        (torch.bfloat16, WIDE, spec_of("swiglu"), HOPPER, None),
+        (torch.bfloat16, WIDE, spec_of("swiglu", 256), HOPPER, None),
+    ],
+)
+def test_where_both_are_stored_a_refusal_is_a_sentence(dtype, weights, spec, gpu, sentence, monkeypatch):
+    monkeypatch.setattr(kernels, "why_no_gluon", lambda gpu: None)
+    monkeypatch.setattr(kernels, "has_fast_memory", lambda: True)
+    found = why_not_beside(dtype, weights, spec, gpu)
+    assert found is None if sentence is None else sentence in found
+    monkeypatch.setattr(kernels, "has_fast_memory", lambda: False)
+    assert gpu is None or "100 GiB" in why_not_beside(dtype, weights, spec, gpu)
+
+
+@pytest.mark.parametrize(("kind", "interleave"), FORMS)
+def test_both_are_returned_on_a_cpu(kind, interleave):
+    spec = spec_of(kind, interleave)
+    o = operands(fitted(Case([5, 0, 3], K=24, N=32), spec), torch.bfloat16)
+    h, act = grouped_gemm_activation(o.x, o.w, o.splits, spec, scales_T=o.scales)
+    assert torch.equal(h, grouped_gemm_tn(o.x, o.w, o.splits))
+    assert torch.equal(act, activation(h, spec, o.scales))
+
+
 def test_what_is_not_refused():
     for spec in (spec_of("swiglu"), spec_of("situglu", 32), spec_of("swiglu", 48), spec_of("srelu", 3)):
         assert why_not_at_once(torch.bfloat16, (8, 96, 64), spec, HOPPER) is None
@@ -178,6 +227,47 @@ def test_bits_of_models_are_those_of_two_kernels(case, interleave):
         assert torch.equal(grouped_activation(o.x, o.w, o.splits, spec, **named(o, extras)), expected)
         for rows_a_group in (1, DECODE_ROWS, FULL):
             assert torch.equal(launched(o, spec, extras=extras, rows_a_group=rows_a_group), expected)
+
+
+STORED_SHAPES = {
+    "small": Case([0, 300, 1, 64, 0, 65, 700], tail=5, K=256, N=512),
+    "all empty": Case([0, 0, 0], tail=70, K=256, N=256),
+    "one group": Case([1], K=320, N=256),
+    "qwen3-30b-a3b": Case([300, 0, 129, 800, 1, 0, 127, 400], tail=300, K=2048, N=1536),
+    "deepseek-v2-lite": Case([700, 0, 64, 500], K=2048, N=2816),
+    "deepseek-v3": Case([0, 900, 1700], tail=100, K=7168, N=4096),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scales_dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in STORED_SHAPES.items()])
+def test_both_that_one_kernel_stores_have_the_bits_of_two(case, scales_dtype):
+    o = operands(case, torch.bfloat16, device="cuda", seed=int(torch.randint(1 << 30, ())))
+    w, spec = o.w * case.K**-0.5, spec_of("swiglu")
+    scales = None if scales_dtype is None else o.scales.to(scales_dtype)
+    h, act = (torch.full((len(o.x), n), torch.nan, dtype=o.x.dtype, device="cuda") for n in (case.N, case.N // 2))
+    step = activation_step(spec, scales is not None)
+    kernels.m_grouped_activation_gluon(o.x, w, o.splits.offsets, scales, h, act, QUEUED_IN_GLUON, step)
+    expected = grouped_gemm_tn(o.x, w, o.splits)
+    assert torch.equal(h, expected)
+    assert torch.equal(act, activation(expected, spec, None if scales is None else scales.nan_to_num()))
+    assert not act[int(o.splits.offsets[-1]) :].any() and not h[int(o.splits.offsets[-1]) :].any()
+
+
+@pytest.mark.gpu
+def test_both_are_stored_by_one_kernel_where_groups_have_many_rows():
+    for sizes in ([QUEUED_ROWS - 1, QUEUED_ROWS + 2, 300], [QUEUED_ROWS - 1] * 3):
+        o = operands(Case(sizes, K=256, N=512), torch.bfloat16, device="cuda")
+        together = has_fast_memory(o.x) and sum(sizes) >= 3 * QUEUED_ROWS
+        forget()
+        wrapped = kernels.m_grouped_activation_gluon
+        with patch.object(kernels, "m_grouped_activation_gluon", wraps=wrapped) as launched:
+            for _ in range(3):  # runs, is recorded, is repeated
+                h, act = grouped_gemm_activation(o.x, o.w, o.splits, spec_of("swiglu"), scales_T=o.scales)
+                assert torch.equal(h, grouped_gemm_tn(o.x, o.w, o.splits))
+                assert torch.equal(act, activation(h, spec_of("swiglu"), o.scales))
+        assert launched.call_count == (2 if together else 0)
 
 
 @pytest.mark.gpu

@@ -326,6 +326,23 @@ def test_random_splits_by_a_queue_on_the_gpu(sizes, tail, bias, dtype, seed):
     assert passes == ({True, False} if sum(sizes) + tail else set())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["SwiGLU", "ScaledSwiGLU"])
+def test_fc1_and_its_activation_by_one_kernel_equal_unfused_on_the_gpu(activation):
+    if not tile_rules.has_fast_memory():
+        pytest.skip("FC1 and its activation are one kernel on an H200.")
+    for sizes in ([300, 0, 500, 400], [1024, 0, 0, 0], [256, 257, 255, 256]):
+        operations = make(activation, hidden=256, inner=384, bias=False, dtype=torch.bfloat16, device="cuda")
+        x, scales, dy = data(operations, sum(sizes) + 20, sum(sizes), torch.bfloat16, "cuda", sum(sizes))
+        require_grad(x, scales)
+        fused, unfused = pair(operations)
+        assert "swiglu in the kernel of FC1 from 256 rows a group on" in fused.explain(dtype=torch.bfloat16)
+        on_device = torch.tensor(sizes, device="cuda")
+        want = run(unfused, x, scales, dy, on_device)
+        for _ in range(3):  # runs, is recorded, is repeated
+            assert_same_bits(run(fused, x, scales, dy, on_device), want)
+
+
 @pytest.mark.parametrize("interleave", [None, 2])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradcheck(activation, interleave):
@@ -549,6 +566,11 @@ def test_it_is_matched_for_every_recipe_dtype_and_device(activation):
 
 IN_NO_GRAD = [
     ({"dtype": torch.bfloat16}, {}, "swiglu recomputed in backward; in no-grad mode in the kernel of FC1]"),
+    (
+        {"dtype": torch.bfloat16},
+        {"hidden": 256, "inner": 128, "bias": False},
+        "swiglu in the kernel of FC1 from 256 rows a group on, recomputed in backward; in no-grad mode in the kernel",
+    ),
     ({"dtype": torch.float32}, {}, "in no-grad mode apart from FC1: The kernel multiplies bfloat16 and float16"),
     ({"dtype": torch.bfloat16, "recipe": "mxfp8"}, {}, "in no-grad mode apart from FC1: Its kernel multiplies values"),
     ({"dtype": torch.bfloat16}, {"hidden": 36}, "in no-grad mode apart from FC1: The kernel reads 16 bytes at a time"),
@@ -558,7 +580,8 @@ IN_NO_GRAD = [
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, perhaps another one")
 @pytest.mark.parametrize(("about", "shape", "words"), IN_NO_GRAD)
-def test_explain_says_whether_no_grad_mode_stores_the_pre_activation(about, shape, words):
+def test_explain_says_whether_no_grad_mode_stores_the_pre_activation(about, shape, words, monkeypatch):
+    monkeypatch.setattr("ops.kernels.grouped_gemm.grouped_activation.why_no_gluon", lambda gpu: None)
     assert words in Sequential(*make(**shape)).explain(device="cuda", **about)
     assert "SplitPath" in Sequential(*make(**shape), path="split").explain(device="cuda", **about)
     assert "no-grad" not in Sequential(*make(**shape)).explain(device="cpu", **about)

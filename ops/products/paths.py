@@ -32,7 +32,7 @@ from ops.kernels.elementwise.chain import Step
 from ops.kernels.elementwise.chain_cast import why_no_cast
 from ops.kernels.elementwise.dactivation_cast import casts_alone, fits_gluon
 from ops.kernels.grouped_gemm.bias_grad import grouped_bias_grad
-from ops.kernels.grouped_gemm.grouped_activation import grouped_activation
+from ops.kernels.grouped_gemm.grouped_activation import grouped_activation, grouped_gemm_activation
 from ops.kernels.grouped_gemm.grouped_gemm import Operands, k_grouped, m_grouped, without_row_factors
 from ops.kernels.grouped_gemm.operands import accumulator_like
 from ops.kernels.routing.permute import gather
@@ -221,6 +221,13 @@ class GroupedPath:
         """f(x[t] w_g^T + b_g) * scales[t] of x and w that are not quantized, as `grouped_activation` does."""
         assert x.data is not None, "its operands are not quantized"
         return grouped_activation(x.data, w, x.splits, spec, bias_GN=bias, scales_T=scales)
+
+    def fprop_and_activation(
+        self, x: GroupedTensor, w: Tensor, spec: Activation, scales: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """h[t] = x[t] w_g^T and f(h[t]) * scales[t], of x and w that are not quantized."""
+        assert x.data is not None, "its operands are not quantized"
+        return grouped_gemm_activation(x.data, w, x.splits, spec, scales_T=scales)
 
     def _finish(
         self,

@@ -1,4 +1,5 @@
-"""A grouped product and its activation in one kernel, for passes that keep nothing: the pre-activation is not stored.
+"""A grouped product and its activation in one kernel: for passes that keep nothing, which do not store what the product
+gives (`grouped_activation`), and for those that keep it (`grouped_gemm_activation`).
 
     act[t] = f(x[t] w_g^T + b_g) * scales[t]            g: the group of row t
 
@@ -15,7 +16,7 @@ training, which stores the pre-activation for backward, gives what this gives.
 Graph safety: that of `high_precision`. Operands that lie in memory as descriptors cannot describe, such as an x that
 starts at an odd address, take two kernels and a pre-activation in memory; so does all that `why_not_at_once` refuses.
 
-The kernel: `activation_triton.py`.
+The kernels: `activation_triton.py` and `m_grouped_activation_gluon.py`.
 """
 # T rows, G groups, K in features, N out features, I features of the activation
 
@@ -31,8 +32,8 @@ from ops.kernels.elementwise.activation import (
 )
 from ops.kernels.elementwise.chain import chain_constants
 from ops.kernels.grouped_gemm.activation_triton import m_grouped_activation_kernel
-from ops.kernels.grouped_gemm.high_precision import capability, grouped_gemm_tn, grouped_gemm_tn_ref
-from ops.kernels.grouped_gemm.measured_tiles import GroupedGemmConfig
+from ops.kernels.grouped_gemm.high_precision import capability, config_of, grouped_gemm_tn, grouped_gemm_tn_ref
+from ops.kernels.grouped_gemm.measured_tiles import GLUON_GROUPS, GroupedGemmConfig
 from ops.kernels.grouped_gemm.operands import check_m_grouped
 from ops.kernels.grouped_gemm.persistent_schedule import (
     MOST_GROUPS,
@@ -42,12 +43,21 @@ from ops.kernels.grouped_gemm.persistent_schedule import (
     padded_groups,
 )
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
-from ops.kernels.grouped_gemm.tile_rules import activation_config
+from ops.kernels.grouped_gemm.tile_rules import (
+    QUEUED_IN_GLUON,
+    activation_config,
+    has_fast_memory,
+)
 from recipes.tensors.abstract import is_abstract
 from recipes.tensors.splits import Splits
+from recipes.triton.gates import why_no_gluon
 from recipes.triton.launch import Launch, cdiv, next_power_of_2, replayed
 
+if why_no_gluon((9, 0)) is None:
+    from ops.kernels.grouped_gemm.m_grouped_activation_gluon import m_grouped_activation_gluon
+
 WIDTH = 64  # columns that are stored at once: 128 bytes a row
+LEAST_STEPS = 4  # of a tile, in which the one before is stored, if h is
 
 
 def grouped_activation_ref(
@@ -126,6 +136,69 @@ def _on_cuda(
     bias, scales = (extra if extra is None else extra.contiguous() for extra in (bias, scales))
     grouped_activation_triton(x, w, offsets, spec, bias, scales, act)
     return act
+
+
+def why_not_beside(
+    dtype: torch.dtype, weights: tuple[int, int, int], spec: Activation, gpu: tuple[int, int] | None
+) -> str | None:
+    """Why the product, whose result is stored, and the activation are two kernels for any number of rows, as a
+    sentence, or None. Arguments: as `why_not_at_once`."""
+    num_groups, N, K = weights
+    if gpu is None:
+        return "A CPU runs the product and the activation one after the other."
+    if why := why_no_gluon(gpu):
+        return why
+    if not has_fast_memory():
+        return (
+            "The kernel is for GPUs with more than 100 GiB of memory (H200): with less, products in Triton are faster."
+        )
+    if dtype != torch.bfloat16:
+        return f"The kernel multiplies bfloat16, and these are {str(dtype).removeprefix('torch.')}."
+    if num_groups > GLUON_GROUPS:
+        return f"The kernel is for {GLUON_GROUPS} groups at most, and there are {num_groups}."
+    if spec.kind != "swiglu":
+        return f"The kernel has registers for SwiGLU alone, and this is {spec.kind}."
+    half, least = QUEUED_IN_GLUON.block_n // 2, LEAST_STEPS * QUEUED_IN_GLUON.block_k
+    if spec.glu_interleave_size not in (None, N // 2):
+        return f"Its tiles have halves of the columns, and glu_interleave_size is {spec.glu_interleave_size}."
+    if N % (2 * half) or K % 8 or K < least:
+        return (
+            f"The kernel takes in features that are a multiple of 8, {least} at least, and features of the activation "
+            f"that are a multiple of {half}, and these are {K} and {N // 2}."
+        )
+    return None
+
+
+def grouped_gemm_activation(
+    x_TK: Tensor, w_GNK: Tensor, splits: Splits, spec: Activation, *, scales_T: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """h = x w_g^T and act = f(h) * scales. Returns h [T, N] and act [T, I]; arguments as `grouped_activation`."""
+    if x_TK.is_cuda and not is_abstract(x_TK):
+        return _both_on_cuda(x_TK, w_GNK, splits.offsets, splits.rows, spec, scales_T)
+    h = grouped_gemm_tn(x_TK, w_GNK, splits)
+    return h, activation(h, spec, scales_T)
+
+
+@replayed
+def _both_on_cuda(
+    x: Tensor, w: Tensor, offsets: Tensor, rows: int, spec: Activation, scales: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    splits = Splits.over(offsets, rows)
+    check_m_grouped(x, w, splits, None, w_features=2)
+    shape = torch.Size((rows, w.shape[1]))
+    check_activation(shape, spec, scales)
+    G, N, K = w.shape
+    if why_not_beside(x.dtype, (G, N, K), spec, capability(x)) is None:
+        h, act = x.new_empty(shape), x.new_empty(activation_shape(shape, spec))
+        if act.numel() and takes_descriptors(x, w, h, act):
+            config = config_of(x, w, h, transposed=True, tf32=False)
+            if config == QUEUED_IN_GLUON:
+                step = activation_step(spec, scales is not None)
+                scales = scales if scales is None else scales.contiguous()
+                m_grouped_activation_gluon(x, w, offsets, scales, h, act, config, step)
+                return h, act
+    h = grouped_gemm_tn(x, w, splits)
+    return h, activation(h, spec, scales)
 
 
 _m_grouped_activation = Launch(m_grouped_activation_kernel)

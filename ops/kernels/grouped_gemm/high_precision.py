@@ -313,6 +313,29 @@ _m_grouped, _m_grouped_persistent = Launch(m_grouped_kernel), Launch(m_grouped_p
 _k_grouped, _k_grouped_persistent = Launch(k_grouped_kernel), Launch(k_grouped_persistent_kernel)
 
 
+def config_of(
+    a: Tensor, w_GNK: Tensor, out: Tensor, *, transposed: bool, tf32: bool, batch_invariant: bool = False
+) -> GroupedGemmConfig:
+    """The tile with which TN (transposed) or NN is launched: measured, or by the built-in rule."""
+    num_groups = len(w_GNK)
+    tma = runs_on_descriptors(num_groups, a, w_GNK, out)
+    aligned = not tma and is_aligned(a, w_GNK, out)
+    product = "TN" if transposed else "NN"
+    measured = None if batch_invariant else _measured(product, a, out, tuple(w_GNK.shape), tma, aligned)
+    return measured or m_grouped_config(
+        a.shape[0],
+        num_groups,
+        a.dtype,
+        out_dtype=out.dtype,
+        tf32=tf32,
+        aligned=aligned,
+        descriptors=tma,
+        capability=capability(out),
+        gluon=why_no_gluon(capability(out)) is None and has_fast_memory(out),
+        batch_invariant=batch_invariant,
+    )
+
+
 @launcher("fuser::m_grouped_gemm", mutates=["out"])
 def m_grouped_triton(
     a: Tensor,
@@ -335,22 +358,7 @@ def m_grouped_triton(
         return
     rows, (num_groups, N, K) = a.shape[0], w_GNK.shape
     R, C = (K, N) if transposed else (N, K)
-    tma = runs_on_descriptors(num_groups, a, w_GNK, out)
-    aligned = not tma and is_aligned(a, w_GNK, out)
-    product = "TN" if transposed else "NN"
-    measured = None if batch_invariant else _measured(product, a, out, (num_groups, N, K), tma, aligned)
-    config = measured or m_grouped_config(
-        rows,
-        num_groups,
-        a.dtype,
-        out_dtype=out.dtype,
-        tf32=tf32,
-        aligned=aligned,
-        descriptors=tma,
-        capability=capability(out),
-        gluon=why_no_gluon(capability(out)) is None and has_fast_memory(out),
-        batch_invariant=batch_invariant,
-    )
+    config = config_of(a, w_GNK, out, transposed=transposed, tf32=tf32, batch_invariant=batch_invariant)
     if config.gluon:
         boxes = config.box * out.itemsize // BOX_BYTES
         m_grouped_gluon(

@@ -92,7 +92,10 @@ def free_stage(empty, step, pred=True):
 
 
 @gluon.jit
-def load(a, b, given, ends, counter_ptr, TRANSPOSED: gl.constexpr, BAND: gl.constexpr):
+def load(
+    a, b, given, ends, counter_ptr, TRANSPOSED: gl.constexpr, BAND: gl.constexpr, GATED: gl.constexpr = False
+):  # fmt: skip
+    """GATED: the halves of a tile's columns are of the two halves of C, which b comes in boxes for."""
     stages, _stagings, full, empty, queue, offsets_ptr, sizes = given
     a_stages, b_boxes, b_stages, _scale_stages = stages
     _rows, _num_groups, R, C = sizes
@@ -115,7 +118,8 @@ def load(a, b, given, ends, counter_ptr, TRANSPOSED: gl.constexpr, BAND: gl.cons
         group, first, size, tile_n = tile_of_groups(offsets_ptr, ends, tile, num_tiles_n, BOXES * HEIGHT, BAND)
         hand(queue, turn, (group, first.to(gl.int32), size, tile_n))
         z, y, row = ragged_indices(first, size, 0, 1)
-        column = tile_n * BLOCK_N
+        column = tile_n * (HALF if GATED else BLOCK_N)
+        apart = C // 2 if GATED else HALF
         width = C - column
         for r in range(0, R, BLOCK_K):
             stage = wait_for_room(empty, step)
@@ -123,14 +127,14 @@ def load(a, b, given, ends, counter_ptr, TRANSPOSED: gl.constexpr, BAND: gl.cons
             for i in gl.static_range(BOXES):
                 # of the boxes with rows
                 last = (size > i * HEIGHT) & ((size <= (i + 1) * HEIGHT) | (i + 1 == BOXES))
-                if PARTS == 2:
+                if PARTS == 2 and not GATED:
                     mbarrier.expect(barrier, (i + 1) * of_a + of_b, pred=last & (width <= HALF))
                     last = last & (width > HALF)
                 mbarrier.expect(barrier, (i + 1) * of_a + PARTS * of_b, pred=last)
             for i in gl.static_range(PARTS):
                 b_box = b_boxes.index(stage * PARTS + i).reshape(b.block_shape)
-                at = column + i * HALF
-                has_columns = i == 0 or width > HALF
+                at = column + i * apart
+                has_columns = GATED or i == 0 or width > HALF
                 if TRANSPOSED:
                     tma.async_copy_global_to_shared(b, [group, at, r], barrier, b_box, pred=has_columns)
                 else:

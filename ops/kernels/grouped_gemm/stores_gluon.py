@@ -19,6 +19,13 @@ def split_columns(acc):
 
 
 @gluon.jit
+def joined_columns(left, right):
+    """The inverse."""
+    both = gl.join(left, right).permute([0, 2, 1])
+    return both.reshape([left.shape[0], 2 * left.shape[1]])
+
+
+@gluon.jit
 def rounded_boxes(acc, out):
     """A tuple of acc's boxes, from left to right, as they are stored in out."""
     if acc.shape[1] > out.block_shape[-1]:

@@ -1,0 +1,258 @@
+"""FC1 and its gated activation in Gluon, for Hopper and forwards that keep the pre-activation h: h and act are stored.
+
+    h = x w_g^T            act = f(h) * scales            w_g [2I, R]: the gate's I rows, then those of the linear part
+
+The roles are those of `m_grouped_gluon`. A tile has 128 columns of the gate and the same 128 of the linear part. It is
+rounded, and stored while the next one is multiplied; meanwhile act is computed of it, box by box. A kernel of its own
+would read h again.
+
+Import this only where `recipes.triton.gates.why_no_gluon` says None.
+"""
+# T rows, G groups, R summed features, I features of the activation
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+
+from ops.kernels.elementwise.chain import Step, chain_constants
+from ops.kernels.grouped_gemm.finished_rows_gluon import zero_tail
+from ops.kernels.grouped_gemm.high_precision_nt_gluon import wait_for_loads, with_layout
+from ops.kernels.grouped_gemm.m_grouped_gluon import BOXES, HEIGHT, free_stage, load, multiply_step
+from ops.kernels.grouped_gemm.measured_tiles import BOX_BYTES, GroupedGemmConfig
+from ops.kernels.grouped_gemm.persistent_schedule import band, most_tiles, multiprocessors
+from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, ragged_indices
+from ops.kernels.grouped_gemm.stores_gluon import (
+    allocate_staging,
+    boxes_of_none,
+    joined_columns,
+    rounded_boxes,
+    split_columns,
+    store_box,
+)
+from ops.kernels.grouped_gemm.tile_queue_gluon import count_tiles, make_queue, take
+from recipes.triton.launch import Launch, cdiv, next_power_of_2
+
+
+@gluon.jit
+def widen_apart(x):
+    """bfloat16 x in float32. In assembly: else the compiler keeps what it widens from one tile to the next."""
+    return gl.inline_asm_elementwise(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=gl.float32, is_pure=False, pack=2
+    )  # fmt: skip
+
+
+@gluon.jit
+def activated(gate, linear, scale, STEPS: gl.constexpr, CONSTANTS: gl.constexpr):
+    """act of a box of each part, 32 columns after the other: so it fits the registers."""
+    if gate.shape[1] > 32:
+        gates = split_columns(gate)
+        linears = split_columns(linear)
+        left = activated(gates[0], linears[0], scale, STEPS, CONSTANTS)
+        right = activated(gates[1], linears[1], scale, STEPS, CONSTANTS)
+        return gl.convert_layout(joined_columns(left, right), gate.type.layout, assert_trivial=True)
+    else:
+        A: gl.constexpr = CONSTANTS[0]
+        B: gl.constexpr = CONSTANTS[1]
+        C: gl.constexpr = CONSTANTS[2]
+        y = STEPS[0](widen_apart(gate), widen_apart(linear), A, B, C)
+        if scale is not None:
+            of_rows: gl.constexpr = gl.SliceLayout(1, y.type.layout)
+            y = y * gl.expand_dims(gl.convert_layout(scale, of_rows, assert_trivial=True), 1)
+        return y.to(gate.dtype)
+
+
+@gluon.jit
+def store_part(last, PART: gl.constexpr):
+    """Stores the two boxes of the gate, or of the linear part, of a tile."""
+    boxes, place, column, h, _act, staging, width, _scales_ptr = last
+    for i in gl.static_range(2):
+        store_box(boxes[2 * PART + i], h, staging, i, place, PART * width + column + i * h.block_shape[3])
+
+
+@gluon.jit
+def store_act(last, BOX: gl.constexpr, STEPS: gl.constexpr, CONSTANTS: gl.constexpr):
+    """Computes and stores a box of act of a tile."""
+    boxes, place, column, _h, act, staging, _width, scales_ptr = last
+    gate = boxes[BOX]
+    scale = None
+    if scales_ptr is not None:
+        offs_t = gl.arange(0, gate.shape[0], gl.SliceLayout(1, gate.type.layout))
+        _z, y, row = place
+        height = 2**30 - row  # `ragged_indices`
+        scale = gl.load(scales_ptr + (y - height) + offs_t, mask=offs_t < height, other=0.0).to(gl.float32)
+    box = activated(gate, boxes[2 + BOX], scale, STEPS, CONSTANTS)
+    store_box(box, act, staging, BOX, place, column + BOX * act.block_shape[3])
+
+
+@gluon.jit
+def sum_and_store(
+    given, last, step, num_steps, CONSUMER: gl.constexpr, STEPS: gl.constexpr, CONSTANTS: gl.constexpr
+):  # fmt: skip
+    """The products of this consumer's rows and all columns of a tile, in four steps or more. Meanwhile last is
+    stored."""
+    stages, _stagings, _full, empty, _queue, _offsets_ptr, _sizes = given
+    HEIGHT: gl.constexpr = stages[0].shape[1]
+    WIDTH: gl.constexpr = stages[2].shape[1]
+    acc = gl.zeros([HEIGHT, WIDTH], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16]))
+    acc = multiply_step(acc, given, step, CONSUMER, True, WIDTH)
+    store_part(last, 0)
+    acc = multiply_step(acc, given, step + 1, CONSUMER, True, WIDTH)
+    store_part(last, 1)
+    for i in gl.static_range(2):
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        free_stage(empty, step + i)
+        acc = multiply_step(acc, given, step + 2 + i, CONSUMER, True, WIDTH)
+        store_act(last, i, STEPS, CONSTANTS)
+    acc = warpgroup_mma_wait(1, deps=[acc])
+    free_stage(empty, step + 2)
+    for s in range(num_steps - 4):
+        acc = multiply_step(acc, given, step + s + 4, CONSUMER, True, WIDTH)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        free_stage(empty, step + s + 3)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    free_stage(empty, step + num_steps - 1)
+    return acc
+
+
+@gluon.jit
+def multiply(
+    h, act, given, scales_ptr, CONSUMER: gl.constexpr, STEPS: gl.constexpr, CONSTANTS: gl.constexpr
+):  # fmt: skip
+    stages, stagings, full, empty, queue, offsets_ptr, sizes = given
+    rows, num_groups, R, C = sizes
+    a_stages, _b_boxes, b_stages, _scale_stages = stages
+    staging = stagings[CONSUMER]
+    HEIGHT: gl.constexpr = a_stages.shape[1]
+    CONSUMERS: gl.constexpr = a_stages.shape[0] // full.shape[0]
+    BLOCK_N: gl.constexpr = b_stages.shape[1]
+    num_steps = gl.cdiv(R, a_stages.shape[2])
+    width = C // 2
+    step = 0
+    turn = 0
+    group, first, size, tile_n = take(queue, turn)
+    boxes = boxes_of_none(h, HEIGHT, BLOCK_N)
+    z, y, row, column = 1 << 30, 0, 1 << 30, C  # of no rows, and behind the last column: nothing is stored
+    while group >= 0:
+        if CONSUMER > 0 and CONSUMER * HEIGHT >= size:
+            for s in range(num_steps):
+                wait_for_loads(full, step + s)
+                free_stage(empty, step + s)
+        else:
+            last = boxes, (z, y, row), column, h, act, staging, width, scales_ptr
+            boxes = rounded_boxes(sum_and_store(given, last, step, num_steps, CONSUMER, STEPS, CONSTANTS), h)
+            z, y, row = ragged_indices(first, size, CONSUMER * HEIGHT, 1)
+            column = tile_n * (BLOCK_N // 2)
+        step += num_steps
+        turn += 1
+        group, first, size, tile_n = take(queue, turn)
+    last = boxes, (z, y, row), column, h, act, staging, width, scales_ptr
+    for i in gl.static_range(2):
+        store_part(last, i)
+    for i in gl.static_range(2):
+        store_act(last, i, STEPS, CONSTANTS)
+    zero_tail(h, staging, offsets_ptr, rows, num_groups, C, CONSUMER, CONSUMERS)
+    zero_tail(act, staging, offsets_ptr, rows, num_groups, width, CONSUMER, CONSUMERS)
+    tma.store_wait(0)
+
+
+# ---------------------------------------------------------------------------------------------------------- kernel
+
+
+@gluon.jit(do_not_specialize=["rows", "num_groups"])
+def m_grouped_activation_gluon_kernel(
+    x,  # [T, R]: descriptor of boxes HEIGHT x BLOCK_K, ragged along T
+    w,  # [G, 2I, R]: descriptor of boxes of half a tile's columns
+    h,  # [T, 2I]: descriptor of boxes HEIGHT rows high, ragged along T
+    act,  # [T, I]: the same
+    offsets_ptr,  # [G + 1] int64
+    scales_ptr,  # [T] or None
+    counter_ptr,  # [1] int32, 0
+    rows,
+    num_groups,
+    R,
+    C,  # 2I
+    STEPS: gl.constexpr,  # the activation, in a tuple
+    CONSTANTS: gl.constexpr,  # its numbers
+    SOURCE: gl.constexpr,  # a hash of it
+    BOXES: gl.constexpr,  # of each consumer, on their way to h or act
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    BAND: gl.constexpr,
+    GROUPS: gl.constexpr,
+):
+    """h and act, tile after tile of one group; rows of none: 0."""
+    HEIGHT: gl.constexpr = x.block_shape[2]
+    CONSUMERS: gl.constexpr = BLOCK_M // HEIGHT
+    gl.static_assert(CONSUMERS == 2, "there are no such roles")
+    x_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(x.block_shape[2:], x.dtype)
+    w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(w.block_shape[1:], w.dtype)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    x_stages = gl.allocate_shared_memory(x.dtype, [CONSUMERS * STAGES, HEIGHT, BLOCK_K], x_layout)
+    w_boxes = gl.allocate_shared_memory(w.dtype, [2 * STAGES, BLOCK_N // 2, BLOCK_K], w_layout)
+    w_stages = w_boxes._reinterpret(w.dtype, [STAGES, BLOCK_N, BLOCK_K], w_layout)
+    stagings = allocate_staging(h, BOXES, CONSUMERS)
+    ends = gl.allocate_shared_memory(gl.int32, [GROUPS], plain)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    queue = make_queue(4, CONSUMERS)
+    fence_async_shared()
+    count_tiles(offsets_ptr, num_groups, ends, BLOCK_M)
+    sizes = rows, num_groups, R, C
+    given = (x_stages, w_boxes, w_stages, None), stagings, full, empty, queue, offsets_ptr, sizes
+    gl.warp_specialize(
+        [
+            (multiply, (h, act, given, scales_ptr, 0, STEPS, CONSTANTS)),
+            (multiply, (h, act, given, scales_ptr, 1, STEPS, CONSTANTS)),
+            (load, (x, w, given, ends, counter_ptr, True, BAND, True)),
+        ],
+        [4, 1],
+        [224, 56],
+    )
+
+
+# -------------------------------------------------------------------------------------------------------- launcher
+
+_m_grouped_activation = Launch(m_grouped_activation_gluon_kernel)
+
+
+def m_grouped_activation_gluon(
+    x: Tensor, w: Tensor, offsets: Tensor, scales: Tensor | None, h: Tensor, act: Tensor, config: GroupedGemmConfig,
+    step: Step,
+) -> None:  # fmt: skip
+    """Launches it, of bfloat16 tensors that `takes_descriptors` takes; I is a multiple of half a tile's columns, and R
+    is four steps or more. step: a gated activation whose parts are the halves of h."""
+    (rows, R), G, C = x.shape, w.shape[0], h.shape[1]
+    about = chain_constants((step,), (h.dtype,))
+    box = BOX_BYTES // h.itemsize
+    _m_grouped_activation(
+        h,
+        min(most_tiles(rows, G, config.block_m) * cdiv(C, config.block_n), multiprocessors(h)),
+        with_layout(ragged_descriptor(x, (HEIGHT, config.block_k), axis=0)),
+        with_layout(descriptor(w, (1, config.block_n // 2, config.block_k))),
+        with_layout(ragged_descriptor(h, (HEIGHT, box), axis=0)),
+        with_layout(ragged_descriptor(act, (HEIGHT, box), axis=0)),
+        offsets,
+        scales,
+        torch.zeros(1, dtype=torch.int32, device=h.device),
+        rows,
+        G,
+        R,
+        C,
+        **{name: about[name] for name in ("STEPS", "CONSTANTS", "SOURCE")},
+        BOXES=BOXES,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        STAGES=config.num_stages,
+        BAND=band(config.block_m),
+        GROUPS=max(128, next_power_of_2(G)),
+        enable_fp_fusion=False,
+        num_warps=4,  # the others are those of roles
+    )
