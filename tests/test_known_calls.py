@@ -28,7 +28,7 @@ from fuser import Sequential, autocast, constant_weights, ops
 from ops.runner import known_backward, known_calls, program, repeat
 from recipes import DelayedScaling
 from recipes.cast_counts import count_casts
-from recipes.triton import replay
+from recipes.triton import layouts, replay
 from tests.test_repeat import (  # noqa: F401  # a fixture is used by its name
     RECIPES,
     assert_same,
@@ -108,6 +108,59 @@ def test_steps(recipe, made_again, monkeypatch):
     # Stochastic rounding draws numbers on the CPU in a way that is not recorded.
     few = {"forwards": 0, "backwards": 0} if recipe == "nvfp4" else {}
     check(linear, recipe, made_again, monkeypatch, **few)
+
+
+def test_steps_where_torch_compares_no_layouts(made_again, monkeypatch):
+    monkeypatch.setattr(layouts, "_guards", None)
+    check(linear, "fp8_delayed", made_again, monkeypatch)
+
+
+@pytest.mark.parametrize("recipe", ("high_precision", "fp8_delayed"))
+def test_a_tensor_that_stands_in_two_places_in_some_steps(recipe, made_again, monkeypatch):
+    """What goes in forward is dy, or a state, or another tensor that lies alike."""
+
+    def run(model) -> list[list[torch.Tensor]]:
+        torch.manual_seed(0)
+        found = []
+        for at in range(36):
+            x = torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True)
+            kept, *_ = torch.randn(3, 64, 64, dtype=torch.bfloat16)
+            with autocast(recipe=recipe):
+                y = model(kept if at % 5 == 4 else x)
+            dy = (x.detach(), kept, x, torch.randn_like(y), model[0].weight.detach(), model[0].weight)[at // 6]
+            with torch.no_grad():
+                y.backward(dy.detach() if at % 2 else dy)
+            found.append([y.detach(), *gradients_of(model), *([] if x.grad is None else [x.grad])])
+        return found
+
+    found = run(linear())
+    assert made_again.forward >= 20 and made_again.backward >= 20
+    in_full(monkeypatch)
+    for some, other in zip(found, run(linear()), strict=True):
+        assert_same(some, other)
+
+
+def test_x_that_is_an_extra_tensor_too_in_some_steps(made_again, monkeypatch):
+    def run() -> list[list[torch.Tensor]]:
+        torch.manual_seed(0)
+        model, found = Sequential(ops.AddExtraInput("residual")), []
+        for at in range(24):
+            x, other = torch.randn(2, 8, 64, dtype=torch.bfloat16).requires_grad_().unbind()
+            y = model(x, residual=x if at // 4 % 2 else other)
+            found.append([y.detach(), *torch.autograd.grad(y, x, torch.randn_like(y))])
+        return found
+
+    found = run()
+    assert made_again.forward >= 8 and made_again.backward >= 8
+    in_full(monkeypatch)
+    for some, other in zip(found, run(), strict=True):
+        assert_same(some, other)
+
+
+def gradients_of(model) -> list[torch.Tensor]:
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    return gradients
 
 
 def test_steps_of_an_operation_alone(made_again, monkeypatch):
@@ -597,13 +650,15 @@ def test_a_call_that_fails_says_where_and_leaves_no_amax(made_again, monkeypatch
     def fail(*args):
         raise torch.OutOfMemoryError("no memory")
 
-    (known_call,) = model.layout().pipeline.known.values()
-    (key,) = model.layout().pipeline.known
-    model.layout().pipeline.known[key] = known_call._replace(repeated=known_call.repeated._replace(again=fail))
+    pipeline = model.layout().pipeline
+    (known_call,) = pipeline.known.values()
+    ((size, last),) = pipeline.last_known.items()
+    assert last is known_call
+    pipeline.last_known[size] = known_call._replace(repeated=known_call.repeated._replace(again=fail))
     with pytest.raises(torch.OutOfMemoryError, match="no memory") as raised:
         step(model, "fp8_delayed", 77)
     assert raised.value.__notes__ == ["In operation 0 (Linear)."]
-    model.layout().pipeline.known[key] = known_call
+    pipeline.last_known[size] = known_call
     assert_same(states_of(model), states_of(other))
     for at in range(5, 8):
         assert_same(step(model, "fp8_delayed", at), step(other, "fp8_delayed", at))

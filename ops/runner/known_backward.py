@@ -11,8 +11,8 @@ backward that frees its graph. Gradients that are left for later, and all that h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,13 +33,16 @@ from ops.runner.backward import (
 from ops.runner.context import OperationContext, state_of
 from ops.runner.nested_backward import retains_graph, unreached
 from ops.runner.program import Program
-from ops.runner.quantizer_state import kinds_of
+from ops.runner.quantizer_state import append_states
 from recipes.cast_counts import is_counting
 from recipes.effects import recording
 from recipes.pending import PendingUpdates
+from recipes.triton.layouts import Layouts
 from recipes.triton.repeated import Repeated
 from recipes.triton.replay import how, stream_for, times_forgotten
 from recipes.triton.tape import taping
+
+_is_inference: Any = Tensor.is_inference
 
 MOST_BACKWARDS = 16  # of one call that is known: which gradients are wanted, and how dy lies
 
@@ -59,14 +62,47 @@ def is_ordinary() -> bool:
     )
 
 
+class _Given(NamedTuple):
+    """What goes into a backward besides dy and what forward kept.
+
+    key: what it is found by, but for how the tensors lie; held: the parameters and states
+    into, written: where weight gradients are added to main_grad, and the tensors of these; contexts: of `external`
+    """
+
+    key: list[Any]
+    held: list[Any]
+    unwanted: frozenset[int] = frozenset()
+    contexts: Mapping[int, OperationContext] = {}
+    into: tuple[Any, ...] = ()
+    written: Sequence[Any] = ()
+
+
 class _KnownStep:
-    """What an earlier backward has found. apart: whether all gradients lie in memory of their own that it makes"""
+    """What an earlier backward has found.
 
-    __slots__ = ("apart", "repeated")
+    key: that of what was given; layouts: of all tensors, each once
+    places: of the tensors that forward kept, each where it comes first: what is repeated keeps the same ones twice
+    apart: whether all gradients lie in memory of their own that it makes
+    """
 
-    def __init__(self, repeated: Repeated) -> None:
-        self.repeated = repeated
-        self.apart = False
+    __slots__ = ("apart", "key", "layouts", "places", "repeated")
+
+    def __init__(self, repeated: Repeated, key: Sequence[Any], layouts: Layouts, saved: Sequence[Any]) -> None:
+        self.repeated, self.key, self.layouts, self.apart = repeated, key, layouts, False
+        first: dict[int, int] = {}
+        for place, tensor in enumerate(saved):
+            if tensor is not None:
+                first.setdefault(id(tensor), place)
+        self.places = [*first.values()]
+
+    def inputs(self, given: _Given, dy: Tensor, saved: Sequence[Any]) -> tuple[list[Any], list[int]] | None:
+        """The tensors that go in, each once, and their addresses, if they lie as those did. None, too, where another
+        one than those that forward kept is given twice, or was."""
+        if self.key != given.key:
+            return None
+        tensors = [*given.held, dy, *[saved[place] for place in self.places], *given.written]
+        addresses = self.layouts.addresses(tensors)
+        return None if addresses is None else (tensors, addresses)
 
 
 class KnownBackward:
@@ -91,6 +127,7 @@ class KnownBackward:
         # The positions of operations that add to main_grad themselves.
         self.external = [index for index, operation in enumerate(operations) if operation.wgrad_is_external]
         self.kept: dict[Any, _KnownStep] = {}
+        self.last: _KnownStep | None = None  # of these
 
     def run(self, fctx: Any, dy: Tensor | None) -> list[Tensor | None] | None:
         """The gradients, as `run_backward` gives them; None: it has to run in full, and nothing has changed."""
@@ -102,10 +139,47 @@ class KnownBackward:
         if torch.is_autocast_enabled("cuda"):
             return None
         record: Record = fctx.record
-        program, operations, parameters = record.program, record.operations, record.parameters
+        given = self._given(record, fctx)
+        if given is None:
+            return None
+        program, operations, contexts = record.program, record.operations, given.contexts
+        saved = fctx.saved_tensors
+        known = self.last
+        inputs = None if known is None else known.inputs(given, dy, saved)
+        if known is None or inputs is None:
+            inputs = [], []
+            known = self._looked_up(record, given, dy, saved, *inputs)
+            if known is None:
+                return None
+            self.last = known
+        stream = stream_for(known.repeated)
+        if stream is None:
+            return None
+        del saved
+        fctx.maybe_clear_saved_tensors()
+        fctx.has_run = True
+        if record.first_forward is not None:
+            record.first_forward.has_run = True
+        updates = None
+        if program.keeps_state:
+            updates = PendingUpdates(record.entries[0].updates.group if record.entries else None)
+        try:
+            gradients = self._again(known, record, *inputs, stream, updates)
+        except BaseException:
+            if updates is not None:
+                updates.discard()
+            raise
+        for index, context in contexts.items():
+            operations[index].mark_written(context)
+        if updates is not None:
+            updates.apply(fctx.recorded)
+        return gradients
+
+    def _given(self, record: Record, fctx: Any) -> _Given | None:
+        """None: something has changed since forward, or is missing."""
+        operations, parameters = record.operations, record.parameters
         key: list[Any] = [times_forgotten()]
-        tensors: list[Any] = []
-        addresses: list[int] = []
+        held: list[Any] = []
         slot = 0
         for operation, seen in zip(operations, fctx.settings, strict=True):
             if operation.settings != seen.assigned:
@@ -118,74 +192,56 @@ class KnownBackward:
                 if state_of(parameter) != record.parameter_states[slot]:
                     return None
                 slot += 1
-                tensors.append(parameter)
-                addresses.append(parameter.data_ptr())  # FSDP2 may have gathered it into other memory
-                key.append(addresses[-1] % 16)
+                held.append(parameter)  # its address is read anew: FSDP2 may have gathered it into other memory
             key.append(operation.training)
             if operation._buffers:
-                key.append(kinds_of(operation._buffers))
-                key.append(how(operation._buffers.values(), tensors, addresses))
+                append_states(operation, key, held)
         if slot < len(parameters):
             return None
-        unwanted: frozenset[int] = frozenset()
-        contexts: dict[int, OperationContext] = {}
-        into: tuple[Any, ...] = ()
-        if self.external:
-            unwanted = unreached(fctx.next_functions[: 1 + len(parameters)], first=X)
-            step = OperationBackward(record, program.backward[0], [], dy, {}, frozenset(), unwanted, None)
-            contexts = {index: context_of(step, index, None) for index in self.external}
-            try:
-                into = tuple([operations[index].destinations(context) for index, context in contexts.items()])
-            except Exception:  # in full it says what is missing, and where
-                return None
-        key.append(unwanted)
-        saved = fctx.saved_tensors
+        if not self.external:
+            return _Given(key, held)
+        unwanted = unreached(fctx.next_functions[: 1 + len(parameters)], first=X)
+        step = OperationBackward(record, record.program.backward[0], [], None, {}, frozenset(), unwanted, None)
+        contexts = {index: context_of(step, index, None) for index in self.external}
+        written: list[Any] = []
         try:
-            key.append(how((dy, *saved, *into), tensors, addresses))
+            into = tuple([operations[index].destinations(context) for index, context in contexts.items()])
+            key += unwanted, how(into, written, [])
+        except Exception:  # in full it says what is missing, and where
+            return None
+        return _Given(key, held, unwanted, contexts, into, written)
+
+    def _looked_up(
+        self, record: Record, given: _Given, dy: Tensor, saved: Sequence[Any], tensors: list[Any], addresses: list[int]
+    ) -> _KnownStep | None:
+        """What an earlier backward has found, or one that ran in full. The tensors are appended, each once, and their
+        addresses."""
+        try:
+            lie = how((*given.held, dy, *saved, *given.into), tensors, addresses)
         except (TypeError, RuntimeError):  # one is not plain, sparse, or nested
             return None
-        known = self.kept.get(tuple(key))
+        key = *given.key, lie, *map(_is_inference, tensors)
+        known = self.kept.get(key)
         if known is None:
-            known = self._found(record, (dy, tuple(saved), *into, None), unwanted, tensors)
-            if known is None:
+            repeated = self._found(record, dy, saved, given, tensors)
+            if repeated is None:
                 return None
+            known = _KnownStep(repeated, given.key, Layouts(tensors, addresses), saved)
             if len(self.kept) >= MOST_BACKWARDS:
                 self.kept.clear()
-            self.kept[tuple(key)] = known
-        stream = stream_for(known.repeated)
-        if stream is None:
-            return None
-        del saved, into
-        fctx.maybe_clear_saved_tensors()
-        fctx.has_run = True
-        if record.first_forward is not None:
-            record.first_forward.has_run = True
-        updates = None
-        if program.keeps_state:
-            updates = PendingUpdates(record.entries[0].updates.group if record.entries else None)
-        try:
-            gradients = self._again(known, record, tensors, addresses, stream, updates)
-        except BaseException:
-            if updates is not None:
-                updates.discard()
-            raise
-        for index, context in contexts.items():
-            operations[index].mark_written(context)
-        if updates is not None:
-            updates.apply(fctx.recorded)
-        return gradients
+            self.kept[key] = known
+        return known
 
     def _found(
-        self, record: Record, values: Sequence[Any], unwanted: frozenset[int], tensors: Sequence[Tensor]
-    ) -> _KnownStep | None:
-        """What a backward has found that ran in full. values: what goes in"""
+        self, record: Record, dy: Tensor, saved: Sequence[Any], given: _Given, tensors: Sequence[Tensor]
+    ) -> Repeated | None:
+        """What repeats a backward that ran in full."""
         if not may_repeat_step(record, record.program.backward[0], self.external):
             return None
-        names: tuple[Any, ...] = (*record.states, frozenset(), unwanted, None)
+        names: tuple[Any, ...] = (*record.states, frozenset(), given.unwanted, None)
         updates = PendingUpdates() if record.program.keeps_state else None
         assert self.step is not None
-        repeated = self.step.known(record.operations, names, values, updates, tensors)
-        return None if repeated is None else _KnownStep(repeated)
+        return self.step.known(record.operations, names, (dy, tuple(saved), *given.into, None), updates, tensors)
 
     def _again(
         self,

@@ -8,7 +8,8 @@ lie like these (`ops.runner.repeat`). All of that follows from
                      whether they are in a scope of `constant_weights`, and how the copies lie that it keeps
     what goes in     parameters, states, x and the extra inputs: how each lies, and whether it requires grad
 
-so a call for which these are equal to an earlier one's takes its program and its step from there. This is for
+so a call for which these are equal to an earlier one's takes its program and its step from there. The last call is
+compared first: how its tensors lie is compared at once (`recipes.triton.layouts`), without a key. This is for
 one step on a GPU, of plain tensors, whose y alone is asked for. Everything else runs in full, where the sentences are
 for what is refused: so does what traces, transforms, records, counts, profiles or computes again.
 """
@@ -29,20 +30,22 @@ from ops.runner.context import at_tensor
 from ops.runner.known_backward import KnownBackward, is_ordinary
 from ops.runner.node import apply_in_eager_mode, as_output
 from ops.runner.program import Program
-from ops.runner.quantizer_state import kinds_of
+from ops.runner.quantizer_state import append_states
 from ops.runner.repeat import RepeatedStep
 from ops.runner.run import Pipeline, step_of
 from ops.runner.settings import Settings, settings_of
 from ops.runner.torch_autocast import without_autocast
 from recipes.first_forwards import ForwardWithGrad
 from recipes.pending import PendingUpdates
-from recipes.stack import Stack, are_ordinary, open_entries, recipe_in_use
+from recipes.stack import Stack, are_ordinary, current_updates, open_entries, recipe_in_use
+from recipes.triton.layouts import Layouts
 from recipes.triton.repeated import Repeated
 from recipes.triton.replay import how, stream_for, times_forgotten
 
 MOST_CALLS = 128  # that a pipeline knows; one more, and it forgets them
 
 _requires_grad: Any = attrgetter("requires_grad")
+_is_inference: Any = Tensor.is_inference
 _NOTHING = nullcontext()
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -50,12 +53,15 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 class KnownCall(NamedTuple):
     """What an earlier call has found.
 
+    key, layouts: what it goes by, see `_Given`, and how its tensors lie
     step: its only one; settings: of each operation
     quantized: the positions of operations whose weights are those that `constant_weights` keeps quantized; of_copies:
         the calls that have found what these are, by how they lie
     repeated: what the step does; backward: what backwards have found; None where `of_copies` has them
     """
 
+    key: Sequence[Any]
+    layouts: Layouts
     program: Program
     step: RepeatedStep
     settings: Sequence[Settings]
@@ -68,17 +74,17 @@ class KnownCall(NamedTuple):
 class _Given(NamedTuple):
     """What goes into a call, and what it is found by.
 
+    key: all but how the tensors lie
     parameters, extras: those of autograd's inputs behind x; in_scope: the positions of operations in `constant_weights`
-    tensors, addresses: what the step gets
+    tensors: what the step gets; one that is given twice is there twice
     """
 
-    key: tuple[Any, ...]
+    key: list[Any]
     operations: list[Any]
     parameters: list[Tensor]
     extras: list[Tensor]
     in_scope: list[int]
     tensors: list[Any]
-    addresses: list[int]
 
 
 def call_again(
@@ -101,24 +107,17 @@ def call_again(
     given = _given(pipeline, x, extras, terms)
     if given is None:
         return None
-    known = pipeline.known.get(given.key)
-    if known is None:
-        if not pipeline.programs:  # a call in full comes first, whose checks have an order
-            return None
-        program = pipeline.program(x, extras, training, fusions_version)
-        if not _is_one_step(program, pipeline, given.operations):
-            if len(pipeline.in_full) >= MOST_CALLS:
-                pipeline.in_full.clear()
-            pipeline.in_full.add(terms)
-            return None
-        known = _found(program, x, given)
+    known: KnownCall | None = pipeline.last_known.get(x.numel())
+    tensors, addresses = given.tensors, None
+    if known is not None and known.key == given.key:
+        addresses = known.layouts.addresses(tensors)
+    if known is None or addresses is None:
+        tensors, addresses = [], []
+        known = _looked_up(pipeline, x, extras, terms, given, tensors, addresses)
         if known is None:
             return None
-        if len(pipeline.known) >= MOST_CALLS:
-            pipeline.known.clear()
-        pipeline.known[given.key] = known
     if known.quantized:
-        known = _of_copies(known, x, given)
+        known = _of_copies(known, x, given, tensors, addresses)
         if known is None:
             return None
     assert known.repeated is not None
@@ -127,22 +126,24 @@ def call_again(
         return None
     first = pipeline.first_forwards.began(training)
     call = RepeatedCall(known, given.operations, pipeline, entries, first)
-    call.given = given.tensors, given.addresses, stream
-    if autocasts is None and not program.keeps_state:
+    call.given = tensors, addresses, stream
+    if program.keeps_state and with_grad:
+        call.updates = current_updates()
+    if autocasts is None and (not program.keeps_state or call.updates is not None):
         return call.within_autograd(x, given)
     with without_autocast(x.device), step_of(call, records=with_grad) if program.keeps_state else _NOTHING:
         return call.within_autograd(x, given)
 
 
 def _given(pipeline: Pipeline, x: Tensor, extras: Mapping[str, Any], terms: tuple[Any, ...]) -> _Given | None:
-    """None: something is no plain tensor, missing, unknown, or computed from other parameters."""
+    """None: something is missing, unknown, or no plain tensor."""
     if len(extras) != len(pipeline.consumed):
         return None
     key: list[Any] = [terms, times_forgotten()]
     operations: list[Any] = []
     present: list[Tensor] = []
     in_scope: list[int] = []
-    inputs: list[Any] = []
+    tensors: list[Any] = []
     for reference, parameters, children, hooks in pipeline.members:
         operation: Any = reference()
         if children or hooks:
@@ -150,16 +151,14 @@ def _given(pipeline: Pipeline, x: Tensor, extras: Mapping[str, Any], terms: tupl
         if operation._weights_scope is not None and operation.weights_scope is not None:
             in_scope.append(len(operations))
         operations.append(operation)
-        key += operation.settings, operation.training, len(parameters)
-        for parameter in parameters.values():
-            inputs.append(parameter)
-            if parameter is not None:
-                if type(parameter) is not Parameter:  # a tensor in its place is computed
-                    return None
-                present.append(parameter)
+        key += operation.settings, operation.training, len(parameters), *map(type, parameters.values())
+        own = [parameter for parameter in parameters.values() if parameter is not None]
+        present += own
+        tensors += own
         if operation._buffers:
-            key.append(kinds_of(operation._buffers))
-            inputs += operation._buffers.values()
+            append_states(operation, key, tensors)
+    key += in_scope
+    tensors.append(x)
     extra: list[Any] = []
     for name in pipeline.consumed:
         value: Any = extras.get(name)
@@ -167,17 +166,52 @@ def _given(pipeline: Pipeline, x: Tensor, extras: Mapping[str, Any], terms: tupl
         if (kind is not Tensor and kind is not Parameter) or value.is_neg():
             return None
         extra.append(value)
-    inputs.append(x)
-    inputs += extra
-    tensors: list[Any] = []
-    addresses: list[int] = []
-    try:
-        key.append(how(inputs, tensors, addresses))
-    except (TypeError, RuntimeError):  # one is not plain, sparse, or nested
+    tensors += extra
+    return _Given(key, operations, present, extra, in_scope, tensors)
+
+
+def _looked_up(
+    pipeline: Pipeline, x: Tensor, extras: Mapping[str, Any], terms: tuple[Any, ...], given: _Given,
+    tensors: list[Any], addresses: list[int],
+) -> KnownCall | None:  # fmt: skip
+    """What an earlier call has found for tensors that lie like these. They are appended, each once, and their
+    addresses."""
+    key = _full_key(given, tensors, addresses)
+    if key is None:
         return None
-    key += map(_requires_grad, tensors)
-    key += in_scope
-    return _Given(tuple(key), operations, present, extra, in_scope, tensors, addresses)
+    known: KnownCall | None = pipeline.known.get(key)
+    if known is None:
+        if not pipeline.programs:  # a call in full comes first, whose checks have an order
+            return None
+        _, _, training, fusions_version, *_ = terms
+        program = pipeline.program(x, extras, training, fusions_version)
+        if not _is_one_step(program, pipeline, given.operations):
+            if len(pipeline.in_full) >= MOST_CALLS:
+                pipeline.in_full.clear()
+            pipeline.in_full.add(terms)
+            return None
+        known = _found(program, x, given, tensors, addresses)
+        if known is None:
+            return None
+        if len(pipeline.known) >= MOST_CALLS:
+            pipeline.known.clear()
+        pipeline.known[key] = known
+    if len(pipeline.last_known) >= MOST_CALLS:
+        pipeline.last_known.clear()
+    pipeline.last_known[x.numel()] = known
+    return known
+
+
+def _full_key(given: _Given, tensors: list[Any], addresses: list[int]) -> tuple[Any, ...] | None:
+    """That of `given`, with how its tensors lie; they are appended, each once, and their addresses. None: one is not
+    plain, sparse, nested, or computed from other parameters."""
+    if any(type(parameter) is not Parameter for parameter in given.parameters):  # a tensor in its place is computed
+        return None
+    try:
+        lie = how(given.tensors, tensors, addresses)
+    except (TypeError, RuntimeError):
+        return None
+    return *given.key, lie, *map(_requires_grad, tensors), *map(_is_inference, tensors)
 
 
 def is_on_gpu(x: Tensor) -> bool:
@@ -185,19 +219,22 @@ def is_on_gpu(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def _found(program: Program, x: Tensor, given: _Given) -> KnownCall | None:
+def _found(program: Program, x: Tensor, given: _Given, tensors: list[Any], addresses: list[int]) -> KnownCall | None:
     """What a call with this program has found that ran in full, if its step is repeated."""
     step, operations = program.forward[0].repeated, given.operations
     assert step is not None
     quantized = tuple([index for index in program.forward[0].quantizes if index in given.in_scope])
-    known = KnownCall(program, step, [settings_of(operation) for operation in operations], quantized, {})
+    settings = [settings_of(operation) for operation in operations]
+    known = KnownCall(given.key, Layouts(tensors, addresses), program, step, settings, quantized, {})
     if quantized:
         return known
-    repeated = step.known(operations, (), (x, *given.extras, (), None), _updates(program), given.tensors)
+    repeated = step.known(operations, (), (x, *given.extras, (), None), _updates(program), tensors)
     return None if repeated is None else known._replace(repeated=repeated, backward=KnownBackward(program, operations))
 
 
-def _of_copies(known: KnownCall, x: Tensor, given: _Given) -> KnownCall | None:
+def _of_copies(
+    known: KnownCall, x: Tensor, given: _Given, tensors: list[Any], addresses: list[int]
+) -> KnownCall | None:
     """The same for the copies of weights that `constant_weights` keeps, which the step gets too. None: they are to be
     made first."""
     program, operations = known.program, given.operations
@@ -208,11 +245,11 @@ def _of_copies(known: KnownCall, x: Tensor, given: _Given) -> KnownCall | None:
         if kept is None:
             return None
         copies.append(kept[0] and kept[0].tensors())
-    key = how(copies, given.tensors, given.addresses)
+    key = how(copies, tensors, addresses)
     found = known.of_copies.get(key)
     if found is None:
         values = (x, *given.extras, tuple(copies), None)
-        repeated = known.step.known(operations, known.quantized, values, _updates(program), given.tensors)
+        repeated = known.step.known(operations, known.quantized, values, _updates(program), tensors)
         if repeated is None:
             return None
         if len(known.of_copies) >= MOST_CALLS:

@@ -100,6 +100,7 @@ class Pipeline:
         self.programs: dict[Any, Program] = {}
         self.first_forwards = first_forwards or FirstForwards()
         self.known: dict[Any, Any] = {}  # of `ops.runner.known_calls`
+        self.last_known: dict[int, Any] = {}  # the last of them that was made, by how many numbers x had
         self.in_full: set[Any] = set()  # what calls go by that always run in full, see there
         self.traced: dict[Any, Any] = {}  # of `ops.runner.tracing`, by what they hold for
         self.recently_traced = Recent(MOST_PROGRAMS)

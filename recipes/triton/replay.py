@@ -13,6 +13,7 @@ no kernel needs memory of Triton's. What was made is freed where the function fr
 
     tape.py      records what a function does
     repeated.py  prepares its repetition
+    layouts.py   compares how tensors lie with others that were met before, without a key
 
 A call runs the function in full inside of another one that may be repeated itself; if a mode, a transform or autograd
 has to see it; on another GPU than the current one; while a hook at launches is set (profilers set them).
