@@ -72,9 +72,10 @@ class PendingUpdates:
         forgotten. Those of the others are added.
         """
         quantizers = self.take()
-        if recorded is not None:
+        if recorded:
             forget({state: quantizer for state, quantizer in quantizers.items() if state in recorded})
             quantizers = {state: quantizer for state, quantizer in quantizers.items() if state not in recorded}
+        if recorded is not None:
             recorded.update(quantizers)
         if quantizers:
             perform(Effect(end_steps, (quantizers, self.group), partial(forget, quantizers)))

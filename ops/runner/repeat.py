@@ -131,7 +131,7 @@ class Noted(NamedTuple):
     """That an amax was recorded: in the state of this name, of the operation at this position, for this role."""
 
     operation: int
-    role: Role
+    role: str
     state: str
 
 
@@ -146,7 +146,7 @@ class NotingUpdates:
     def add(self, quantizer: RecordsAmaxes, state: Tensor, *, before: bool = False) -> None:
         self.updates.add(quantizer, state, before=before)
         found = [
-            Noted(index, Role(quantizer.role), name)
+            Noted(index, quantizer.role, name)
             for index, operation in self.operations.items()
             for name, buffer in operation._buffers.items()
             if buffer is state
@@ -258,7 +258,7 @@ class RepeatedStep:
             operation = operations[place.operation]
             quantizer = self._recorders.get(place)
             if quantizer is None:
-                quantizer = self._recorders[place] = self._recorder(operation, place.role)
+                quantizer = self._recorders[place] = self._recorder(operation, Role(place.role))
             updates.add(quantizer, operation._buffers[place.state])
 
     def _recorder(self, operation: Any, role: Role) -> Any:
