@@ -40,6 +40,11 @@ def check_group(name: str, group: object) -> None:
         raise TypeError(f"{name} is {group!r}, but must be a torch.distributed process group, or None.")
 
 
+def may_reduce() -> bool:
+    """Whether there are other processes, over which `reduce_amaxes` reduces."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def reduce_amaxes(
     brought: Iterable[Amaxes], group: dist.ProcessGroup | None, awaited: Iterable[dist.ProcessGroup | None] = ()
 ) -> None:
@@ -51,7 +56,7 @@ def reduce_amaxes(
     Raises RuntimeError on every rank of a group whose ranks have different amaxes. Without torch.distributed it does
     nothing.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not may_reduce():
         return
     of_group: dict[dist.ProcessGroup, list[Amaxes]] = {_or_default(named): [] for named in awaited}
     for amaxes in brought:

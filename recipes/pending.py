@@ -42,11 +42,13 @@ class PendingUpdates:
     """The quantizers that recorded an amax in this step, each once, in the order of their first cast.
 
     group: the process group over which amaxes are reduced whose recipe names none; None is the default group
+    at_once: whether they may go on within what is repeated: it is all that records here, and nothing is reduced
     has_evaluated: whether something ran that would have recorded, had gradients been on
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, *, at_once: bool = False) -> None:
         self.group = group
+        self.at_once = at_once
         self.has_evaluated = False
         self._quantizers: dict[torch.UntypedStorage, RecordsAmaxes] = {}  # by their states, whose addresses it keeps
         self._before: set[torch.UntypedStorage] = set()  # the states in which an amax was recorded before the step
@@ -79,6 +81,18 @@ class PendingUpdates:
             recorded.update(quantizers)
         if quantizers:
             perform(Effect(end_steps, (quantizers, self.group), partial(forget, quantizers)))
+
+    def apply_at_once(self) -> bool:
+        """Let every quantizer go on now, if that is `at_once` and none calls a function of the user's, which a
+        repetition would not call again. Returns whether they did; otherwise they wait for `apply`."""
+        if not self.at_once:
+            return False
+        ends = [quantizer.end_of_step() for quantizer in self._quantizers.values()]
+        if any(end.calls_function for end in ends):
+            return False
+        self.take()
+        end_steps_of(ends)
+        return True
 
     def discard(self) -> None:
         """Forget what this step recorded: it broke off. What was recorded before enters with the next one."""

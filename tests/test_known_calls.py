@@ -26,7 +26,7 @@ import ops.runner.backward
 import ops.runner.run
 from fuser import Sequential, autocast, constant_weights, ops
 from ops.runner import known_backward, known_calls, program, repeat
-from recipes import DelayedScaling
+from recipes import DelayedScaling, pending
 from recipes.cast_counts import count_casts
 from recipes.triton import layouts, replay
 from tests.test_repeat import (  # noqa: F401  # a fixture is used by its name
@@ -108,6 +108,43 @@ def test_steps(recipe, made_again, monkeypatch):
     # Stochastic rounding draws numbers on the CPU in a way that is not recorded.
     few = {"forwards": 0, "backwards": 0} if recipe == "nvfp4" else {}
     check(linear, recipe, made_again, monkeypatch, **few)
+
+
+ALGORITHMS = {
+    "most recent": DelayedScaling(amax_compute_algo="most_recent"),
+    "amax by a function": DelayedScaling(amax_compute_algo=lambda history: history.amax(0)),
+    "scale by a function": DelayedScaling(scaling_factor_compute_algo=lambda amax, scale, largest, recipe: scale + 1),
+}
+
+
+@pytest.mark.parametrize("recipe", ALGORITHMS.values(), ids=ALGORITHMS)
+def test_steps_of_delayed_scaling(recipe, made_again, monkeypatch):
+    check(linear, recipe, made_again, monkeypatch)
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(), ALGORITHMS["amax by a function"]], ids=["launch", "function"])
+def test_a_backward_ends_its_step_within_what_is_repeated_where_nothing_is_reduced(recipe, made_again, monkeypatch):
+    ends = []
+    end_steps_of = pending.end_steps_of
+    monkeypatch.setattr(pending, "end_steps_of", lambda given: ends.append(len(given)) or end_steps_of(given))
+
+    def steps(model, count) -> list[list[torch.Tensor]]:
+        found = []
+        for at in range(count):
+            for module in (ops.runner.backward, known_backward):
+                monkeypatch.setattr(module, "may_reduce", lambda reduces=at >= count // 2: reduces)
+            del ends[:]
+            found.append(step(model, recipe, at) + states_of(model))
+            if made_again.backward and recipe == DelayedScaling():
+                assert ends == ([2] if at < count // 2 else [2, 1])  # of forward alone, of both
+        return found
+
+    found = steps(linear(), 16)
+    assert made_again.backward >= 8
+    made_again.backward = 0
+    in_full(monkeypatch)
+    for some, other in zip(found, steps(linear(), 16), strict=True):
+        assert_same(some, other)
 
 
 def test_steps_where_torch_compares_no_layouts(made_again, monkeypatch):

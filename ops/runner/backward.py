@@ -13,10 +13,12 @@ from ops.runner.callers_buffers import CallersBuffer, overlap
 from ops.runner.context import OperationContext, at_tensor, state_of
 from ops.runner.in_place import memory_of
 from ops.runner.lent_memory import LentMemory, memory_for_grad_input
+from ops.runner.nested_backward import retains_graph
 from ops.runner.parameters import held_parameter
 from ops.runner.program import Program, Wiring
 from ops.runner.repeat import OperationState, RepeatedStep, may_repeat
 from ops.runner.saved import unflatten
+from recipes.amax_reduction import may_reduce
 from recipes.first_forwards import ForwardWithGrad
 from recipes.pending import PendingUpdates
 from recipes.stack import Stack, reentered
@@ -89,7 +91,10 @@ def run_backward(
     with _NOTHING if repeats else reentered(record.entries):
         if not record.program.keeps_state:
             return _run(record, saved, dy, d_returned, None, unwanted, repeats)
-        updates = PendingUpdates(record.entries[0].updates.group if record.entries else None)
+        # Another backward over this graph would have to know what it recorded.
+        is_last = not recorded and not retains_graph()
+        at_once = repeats and is_last and len(record.program.backward) == 1 and not may_reduce()
+        updates = PendingUpdates(record.entries[0].updates.group if record.entries else None, at_once=at_once)
         try:
             gradients = _run(record, saved, dy, d_returned, updates, unwanted, repeats)
         except BaseException:

@@ -34,6 +34,7 @@ from ops.runner.context import OperationContext, state_of
 from ops.runner.nested_backward import retains_graph, unreached
 from ops.runner.program import Program
 from ops.runner.quantizer_state import append_states
+from recipes.amax_reduction import may_reduce
 from recipes.cast_counts import is_counting
 from recipes.effects import recording
 from recipes.pending import PendingUpdates
@@ -65,12 +66,13 @@ def is_ordinary() -> bool:
 class _Given(NamedTuple):
     """What goes into a backward besides dy and what forward kept.
 
-    key: what it is found by, but for how the tensors lie; held: the parameters and states
+    key: what it is found by, but for how the tensors lie; held: the parameters and states; at_once: of its updates
     into, written: where weight gradients are added to main_grad, and the tensors of these; contexts: of `external`
     """
 
     key: list[Any]
     held: list[Any]
+    at_once: bool
     unwanted: frozenset[int] = frozenset()
     contexts: Mapping[int, OperationContext] = {}
     into: tuple[Any, ...] = ()
@@ -162,7 +164,8 @@ class KnownBackward:
             record.first_forward.has_run = True
         updates = None
         if program.keeps_state:
-            updates = PendingUpdates(record.entries[0].updates.group if record.entries else None)
+            group = record.entries[0].updates.group if record.entries else None
+            updates = PendingUpdates(group, at_once=given.at_once)
         try:
             gradients = self._again(known, record, *inputs, stream, updates)
         except BaseException:
@@ -178,7 +181,8 @@ class KnownBackward:
     def _given(self, record: Record, fctx: Any) -> _Given | None:
         """None: something has changed since forward, or is missing."""
         operations, parameters = record.operations, record.parameters
-        key: list[Any] = [times_forgotten()]
+        at_once = record.program.keeps_state and not may_reduce()
+        key: list[Any] = [times_forgotten(), at_once]
         held: list[Any] = []
         slot = 0
         for operation, seen in zip(operations, fctx.settings, strict=True):
@@ -199,7 +203,7 @@ class KnownBackward:
         if slot < len(parameters):
             return None
         if not self.external:
-            return _Given(key, held)
+            return _Given(key, held, at_once)
         unwanted = unreached(fctx.next_functions[: 1 + len(parameters)], first=X)
         step = OperationBackward(record, record.program.backward[0], [], None, {}, frozenset(), unwanted, None)
         contexts = {index: context_of(step, index, None) for index in self.external}
@@ -209,7 +213,7 @@ class KnownBackward:
             key += unwanted, how(into, written, [])
         except Exception:  # in full it says what is missing, and where
             return None
-        return _Given(key, held, unwanted, contexts, into, written)
+        return _Given(key, held, at_once, unwanted, contexts, into, written)
 
     def _looked_up(
         self, record: Record, given: _Given, dy: Tensor, saved: Sequence[Any], tensors: list[Any], addresses: list[int]
@@ -239,7 +243,7 @@ class KnownBackward:
         if not may_repeat_step(record, record.program.backward[0], self.external):
             return None
         names: tuple[Any, ...] = (*record.states, frozenset(), given.unwanted, None)
-        updates = PendingUpdates() if record.program.keeps_state else None
+        updates = PendingUpdates(at_once=given.at_once) if record.program.keeps_state else None
         assert self.step is not None
         return self.step.known(record.operations, names, (dy, tuple(saved), *given.into, None), updates, tensors)
 

@@ -183,7 +183,6 @@ class RepeatedStep:
         """
         tensors: list[Any] = []
         addresses: list[int] = []
-        noting = None
         try:
             key = self._key(operations, names, values, updates, tensors, addresses)
         except (TypeError, RuntimeError):  # what goes in is no plain tensor, has no address, or is known on the host
@@ -192,18 +191,23 @@ class RepeatedStep:
         ran = False
 
         def run() -> Any:
-            nonlocal ran, noting
+            nonlocal ran
             ran = True
             known = [len(splits.tensors()) for splits in divided]
             before = [_tensors_of(operations[index]) for index in self.covered]
+            noting = None
             if updates is not None:
                 noting = NotingUpdates(updates, {index: operations[index] for index in self.covered})
             result = function(noting)
+            noted = () if noting is None else tuple(noting.noted)
+            self.noted.update(noted)
+            if updates is not None and updates.apply_at_once():
+                noted = ()
             after = [_tensors_of(operations[index]) for index in self.covered]
             if taping.tape is not None and any(map(_differ, before, after)):
                 taping.tape.repeatable = False  # a repetition would exchange none
             derived = tuple(splits.derived(count) for splits, count in zip(divided, known, strict=True))
-            return result, () if noting is None else tuple(noting.noted), derived
+            return result, noted, derived
 
         try:
             result, noted, derived = self.kept.run(key, tensors, addresses, run)
@@ -211,9 +215,7 @@ class RepeatedStep:
             if not ran:  # it may have recorded amaxes, which are forgotten with the step
                 self._add(updates, self.noted, operations)
             raise
-        if ran:
-            self.noted.update(noted)
-        else:
+        if not ran:
             for splits, more in zip(divided, derived, strict=True):
                 splits.keep(more)
             self._add(updates, noted, operations)
@@ -275,7 +277,7 @@ class RepeatedStep:
         tensors: list[Any],
         addresses: list[int],
     ) -> Any:
-        key: list[Any] = [*names, updates is None, within_backward()]
+        key: list[Any] = [*names, None if updates is None else updates.at_once, within_backward()]
         given: list[Any] = []
         if self.reads_tf32:
             key.append(torch.backends.cuda.matmul.fp32_precision)

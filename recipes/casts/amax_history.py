@@ -61,7 +61,7 @@ def end_step_ref(
         new = torch.where(usable, quotient, scale)
     scale.copy_(new)
     rolled = history.roll(-1, 0)
-    rolled[0] = 0
+    rolled[0].zero_()
     history.copy_(torch.where(last != 0, rolled, history))
 
 
@@ -113,6 +113,10 @@ class EndOfStep(NamedTuple):
     largest: float
     amax_algorithm: str | Callable[[Tensor], Tensor]
     scale_from_amax: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    @property
+    def calls_function(self) -> bool:
+        return self.scale_from_amax is not None or callable(self.amax_algorithm)
 
 
 def end_steps(ends: Sequence[EndOfStep]) -> None:
