@@ -85,12 +85,15 @@ class _KnownStep:
     key: that of what was given; layouts: of all tensors, each once
     places: of the tensors that forward kept, each where it comes first: what is repeated keeps the same ones twice
     apart: whether all gradients lie in memory of their own that it makes
+    order: where each of the gradients stands among what is repeated gives; None if one is computed from that
     """
 
-    __slots__ = ("apart", "key", "layouts", "places", "repeated")
+    __slots__ = ("apart", "key", "layouts", "order", "places", "repeated")
 
     def __init__(self, repeated: Repeated, key: Sequence[Any], layouts: Layouts, saved: Sequence[Any]) -> None:
-        self.repeated, self.key, self.layouts, self.apart = repeated, key, layouts, False
+        self.repeated, self.key, self.layouts = repeated, key, layouts
+        self.apart = False
+        self.order: list[int | None] | None = None
         first: dict[int, int] = {}
         for place, tensor in enumerate(saved):
             if tensor is not None:
@@ -262,6 +265,9 @@ class KnownBackward:
             found = self.step.again(known.repeated, record.operations, tensors, addresses, stream, updates)
         except Exception as error:
             raise_located(record.labels, wiring.step.indices[0], wiring.step.of(record.operations), error)
+        made = found.dx, *found.of_parameters, *found.of_extras
+        if known.order is not None:
+            return [None if at is None else made[at] for at in known.order]
         d_parameters: list[Tensor | None] = [None] * len(record.parameters)
         for slot, gradient in zip(found.slots, found.of_parameters, strict=True):
             d_parameters[slot] = gradient
@@ -274,8 +280,16 @@ class KnownBackward:
         gradients = for_autograd(record, dx, d_parameters, d_extras)
         if known.apart:
             return gradients
-        made = [gradient for gradient in gradients if gradient is not None]
         separate = apart(list(gradients), record)
-        new = all(gradient.data_ptr() not in addresses for gradient in made)
+        new = all(gradient is None or gradient.data_ptr() not in addresses for gradient in gradients)
         known.apart = new and all(a is b for a, b in zip(separate, gradients, strict=True))
+        if known.apart:
+            known.order = _order(gradients, made)
         return separate
+
+
+def _order(gradients: Sequence[Tensor | None], made: Sequence[Any]) -> list[int | None] | None:
+    at = {id(tensor): place for place, tensor in enumerate(made)}
+    if any(gradient is not None and id(gradient) not in at for gradient in gradients):
+        return None
+    return [None if gradient is None else at[id(gradient)] for gradient in gradients]
