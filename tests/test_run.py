@@ -889,6 +889,33 @@ def test_a_second_backward_raises_one_clear_error() -> None:
         y.sum().backward()
 
 
+def test_a_second_backward_after_a_change_in_place_says_that_and_not_that_the_graph_was_freed() -> None:
+    x = torch.randn(4, 3, requires_grad=True) * 1
+    y = Sequential(ops.Linear(3, 3))(x)
+    y.sum().backward(retain_graph=True)
+    with torch.no_grad():
+        x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        y.sum().backward()
+
+
+def test_an_error_of_a_hook_of_saved_tensors_is_the_callers_own_in_a_second_backward_too() -> None:
+    unpacked = 0
+
+    def unpack(tensor: Tensor) -> Tensor:
+        nonlocal unpacked
+        unpacked += 1
+        if unpacked > 1:
+            raise RuntimeError("the file is gone")
+        return tensor
+
+    with saved_tensors_hooks(lambda tensor: tensor, unpack):
+        y = Sequential(ops.Linear(3, 3))(torch.randn(4, 3))
+    y.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="the file is gone"):
+        y.sum().backward()
+
+
 def test_a_second_backward_of_a_pipeline_that_saves_nothing_raises_too() -> None:
     y = Sequential(Spy())(torch.ones(2, requires_grad=True))
     for retain in (True, False):
@@ -952,7 +979,7 @@ def test_a_saved_tensor_changed_in_place_before_backward_is_an_error() -> None:
     y = Sequential(Square())(scaled)
     with torch.no_grad():
         scaled.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="modified inplace"):
         y.sum().backward()
 
 

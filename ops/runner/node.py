@@ -93,6 +93,8 @@ class PipelineFunction(torch.autograd.Function):
         return None, *gradients
 
 
+_FREED = "Trying to backward through the graph a second time"  # how torch says it
+
 # What `PipelineFunction.apply` is without what serves torch.func.
 apply_in_eager_mode: Any = super(torch.autograd.Function, PipelineFunction).apply
 
@@ -167,7 +169,8 @@ def _take_saved(fctx: Any) -> list[Tensor | None]:
     try:
         saved = list(fctx.saved_tensors)
     except RuntimeError as error:
-        if not fctx.has_run:
+        # Others are that a saved tensor was changed in place, and errors of the caller's hooks of saved tensors.
+        if not fctx.has_run or _FREED not in str(error):
             raise
         raise RuntimeError(
             "In a second backward: what the operations saved was freed by the first one. Give the first one "
