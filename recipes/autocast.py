@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ContextDecorator
+from dataclasses import fields
 from functools import partial
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -151,7 +152,11 @@ class autocast(ContextDecorator):
                 "Open it around the call."
             )
         self._recipe = recipe  # type: ignore[assignment]  # its name is not looked up while it is traced
-        self._key = _key_while_tracing(recipe, enabled, batch_invariant, seen.recipe)
+        if _is_made_while_tracing(recipe):
+            values = tuple([getattr(recipe, name) for name in _fields_while_tracing(type(recipe))])
+            self._key = _key_of_made(type(recipe), values, enabled, batch_invariant, seen.recipe)
+        else:
+            self._key = _key_while_tracing(recipe, enabled, batch_invariant, seen.recipe)
 
     def _awaited_by(self, entry: ActiveRecipe) -> tuple[dist.ProcessGroup | None, ...]:
         """The groups whose ranks wait for this one, even if it recorded no amaxes.
@@ -172,11 +177,40 @@ def _asked(recipe: Recipe | str | None, enabled: bool, batch_invariant: bool) ->
     return as_batch_invariant(chosen) if needed else chosen
 
 
+def _called_at_once(function: Decorated) -> Decorated:
+    """torch.compile calls it while it traces, and takes what it returns for a constant."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_called_at_once
 def _key_while_tracing(recipe: Recipe | str | None, enabled: bool, batch_invariant: bool, around: str) -> str:
     return key_of_traced(_asked(recipe, enabled, batch_invariant or is_batch_invariant(around)))
 
 
-_key_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called at once, untraced
+@_called_at_once
+def _is_made_while_tracing(recipe: Recipe | str | None) -> TypeGuard[Recipe]:
+    """Whether what is traced makes this recipe: torch gives untraced code an object whose fields are not set, and which
+    would be read as one with the defaults."""
+    return isinstance(recipe, Recipe) and not vars(recipe).keys() >= {field.name for field in fields(recipe)}
+
+
+@_called_at_once
+def _fields_while_tracing(kind: type[Recipe]) -> tuple[str, ...]:
+    if "__dataclass_params__" not in vars(kind):
+        raise NotImplementedError(
+            f"A {kind.__name__} is made within a function that torch.compile traces, and what it holds besides fields "
+            "is not seen there. Make the recipe outside of the function, or put @dataclass(frozen=True) above its "
+            "class."
+        )
+    return tuple(field.name for field in fields(kind))
+
+
+@_called_at_once
+def _key_of_made(kind: type[Recipe], values: tuple[Any, ...], enabled: bool, batch_invariant: bool, around: str) -> str:
+    recipe = object.__new__(kind)  # the fields are as __init__ left them
+    vars(recipe).update(zip(_fields_while_tracing(kind), values, strict=True))
+    return _key_while_tracing(recipe, enabled, batch_invariant, around)
 
 
 def _check_kinds(amax_reduction_group: object, keep_weights: object, scales: object) -> None:

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -25,10 +26,14 @@ _HIGH_PRECISION = HighPrecision()
 
 def key_of(recipe: Recipe) -> str:
     """A text that differs where recipes do; another hash of the same value would be a recipe of its own."""
-    return f"{recipe.name} {hash(recipe):x}{_BATCH_INVARIANT if recipe.batch_invariant else ''}"
+    key = f"{recipe.name} {hash(recipe):x}"
+    while (other := _of_key.setdefault(key, recipe)) is not recipe and other != recipe:
+        key += "'"  # Python gives numbers like -1 and -2 one hash
+    return key + _BATCH_INVARIANT if recipe.batch_invariant else key
 
 
 _BATCH_INVARIANT = " batch_invariant"
+_of_key: WeakValueDictionary[str, Recipe] = WeakValueDictionary()  # as long as a plan, or the caller, holds the recipe
 
 
 def is_batch_invariant(key: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ops
 from fuser import Branch, Sequential, autocast, checkpoint, constant_weights, quantize, to_quantized
+from recipes import CustomRecipe, Float8CurrentScaling, Format, MXFP8BlockScaling, Quantizer, Recipe, Role
 from recipes.recipe import HighPrecision
 from recipes.registry import RECIPES
 from recipes.stack import key_of, seen
@@ -280,6 +282,93 @@ def test_an_autocast_within_the_compiled_function_decides():
     for recipe in (None, "fp8_block", None):
         assert_same(step(layer, recipe, x, run), step(layer, recipe, x, forward))
     assert counter.frame_count == 2
+
+
+@dataclass(frozen=True)
+class Shifted(Recipe):
+    """As MXFP8 without a shift, else FP8 with one scale a tensor, and with -1 without gradients that are quantized."""
+
+    shift: int
+
+    def quantizer(self, role: Role) -> Quantizer | None:
+        if self.shift == -1 and role is Role.GRAD_OUTPUT:
+            return None
+        return (Float8CurrentScaling() if self.shift else MXFP8BlockScaling()).quantizer(role)
+
+
+class Undeclared(Shifted):
+    """No dataclass itself."""
+
+
+@dataclass(frozen=True)
+class Decremented(Shifted):
+    """With an __init__ of its own."""
+
+    def __init__(self, shift: int) -> None:
+        super().__init__(shift - 1)
+
+
+MADE_WITHIN: dict[str, Callable[[], Recipe]] = {
+    "a field": lambda: MXFP8BlockScaling(scaling="floor"),
+    "defaults": lambda: MXFP8BlockScaling(),
+    "an enum": lambda: Float8CurrentScaling(fp8_format=Format.E4M3, amax_epsilon=10.0),
+    "a field of the base": lambda: MXFP8BlockScaling(path="grouped", scaling="floor"),
+    "one's own": lambda: Shifted(-1),
+    "an init of its own": lambda: Decremented(0),
+    "of another": lambda: replace(RECIPE, amax_epsilon=20.0),
+    "a function": lambda: CustomRecipe(quantizer_of),
+}
+RECIPE = Float8CurrentScaling(amax_epsilon=10.0)
+
+
+def quantizer_of(role: Role) -> Quantizer | None:
+    return None if role is Role.GRAD_OUTPUT else MXFP8BlockScaling(scaling="floor").quantizer(role)
+
+
+@pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in MADE_WITHIN.items()])
+def test_a_recipe_that_is_made_within_the_compiled_function_has_its_fields(make: Callable[[], Recipe]) -> None:
+    layer = dense()
+
+    def forward(x: Tensor) -> Tensor:
+        with autocast(make()):
+            return layer(x)
+
+    run, _ = compiled(forward)
+    x = torch.randn(24, H)
+    assert_same(step(layer, None, x, run), step(layer, None, x, forward))
+
+
+def test_a_recipe_that_is_no_dataclass_is_refused_where_it_is_made_within_the_compiled_function() -> None:
+    layer = dense()
+
+    def forward(x: Tensor) -> Tensor:
+        with autocast(Undeclared(-1)):
+            return layer(x)
+
+    run, _ = compiled(forward)
+    with pytest.raises(Exception, match=r"A Undeclared is made within a function that torch.compile traces.*outside"):
+        run(torch.randn(24, H))
+
+
+@pytest.mark.parametrize("where", ["around", "within"])
+def test_recipes_of_one_hash_are_compiled_apart(where: str) -> None:
+    """Python gives -1 and -2 the same hash."""
+    layer = dense()
+    recipes = Shifted(-1), Shifted(-2)
+    assert hash(recipes[0]) == hash(recipes[1])
+
+    def within(x: Tensor, recipe: Recipe) -> Tensor:
+        with autocast(recipe):
+            return layer(x)
+
+    x = torch.randn(24, H)
+    run, _ = compiled(layer if where == "around" else within)
+    for recipe in (*recipes, *recipes):
+        if where == "around":
+            assert_same(step(layer, recipe, x, run), step(layer, recipe, x))
+        else:
+            both = [step(layer, None, x, partial(function, recipe=recipe)) for function in (run, within)]
+            assert_same(*both)
 
 
 CHANGES: dict[str, Callable[[Model], Any]] = {
