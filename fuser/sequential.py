@@ -32,7 +32,9 @@ from ops.runner.tracing import (
     refuse,
     run_stage,
     see,
+    seen_of_modules,
     stage_of,
+    why_changed_within,
 )
 from ops.runner.transforms import is_transformed
 from ops.torch_function import check_names
@@ -223,11 +225,15 @@ class Sequential(Container):
             if isinstance(x, Tensor) and not isinstance(x, QuantizedHandle):
                 fusions = registered_fusions()
                 call = see(self, x, extras, outputs, buffers, self.path, fusions)
-                stages = self.traced_stages(*call)
+                stages = self._own_stages(*call)
             if not isinstance(stages, str):
                 return self._run_stages(stages, x, outputs, extras)
             refuse(stages)
         return self._run(x, outputs, buffers, extras)
+
+    @is_constant
+    def _own_stages(self, *seen: Any) -> tuple[Any, ...] | str:
+        return why_changed_within(self, Seen(*seen).modules, seen_of_modules(self)) or self.traced_stages(*seen)
 
     @is_constant
     def traced_stages(self, *seen: Any) -> tuple[Any, ...] | str:

@@ -8,6 +8,7 @@ Written for torchtitan's main branch from its pull request 4539 (September 2026)
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from ops.grouped_linear import GroupedLinear
 from ops.runner.context import OperationContext
 from ops.runner.not_traced import not_traced
 from ops.runner.operation import BasicOperation
-from ops.runner.tracing import NOT_TRACED, is_constant
+from ops.runner.tracing import NOT_TRACED, is_constant, why_changed_within
+from recipes.recipe import Recipe
 from recipes.registry import as_recipe
 
 try:
@@ -83,14 +85,15 @@ class Experts(RoutedExperts):
         # Only parameters in float32 differ by it: those that FSDP2 gathers in bf16 are used as they are.
         with torch.autocast(rows_RD.device.type, torch.bfloat16):
             if torch.compiler.is_compiling():
-                y_RD = run_traced(self, self._traced_stages, _tensors_of(self), rows_RD.bfloat16(), extras)
+                stages_of = partial(self._traced_stages, self.recipe)
+                y_RD = run_traced(self, stages_of, _tensors_of(self), rows_RD.bfloat16(), extras)
             if y_RD is None:
                 y_RD = _run(self, rows_RD.bfloat16(), extras)
         return self.token_dispatcher.combine(y_RD.type_as(rows_RD), metadata, x_TD)
 
     @is_constant
-    def _traced_stages(self, *seen: Any) -> tuple[Any, ...] | str:
-        return self.layer().traced_stages(*seen)
+    def _traced_stages(self, recipe: Recipe | None, *seen: Any) -> tuple[Any, ...] | str:
+        return why_changed_within(self, (recipe,), (self.recipe,)) or self.layer().traced_stages(*seen)
 
 
 @override(

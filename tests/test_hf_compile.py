@@ -20,6 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: E402
 
 import fuser.hf  # noqa: E402
 from fuser import autocast  # noqa: E402
+from recipes import Float8CurrentScaling, MXFP8BlockScaling  # noqa: E402
 from tests.hf_models import ids, make  # noqa: E402
 from tests.reference import assert_same_bits  # noqa: E402
 
@@ -157,6 +158,26 @@ def test_changed_settings_are_compiled_anew(name: str, module: str, setting: str
         assert not torch.equal(changed["y"], before)
         assert_same_bits(changed, step(block, block, None, x))
         before = changed["y"]
+
+
+def test_another_recipe_of_a_block_is_compiled_anew() -> None:
+    block = block_of(with_ours("qwen3-moe", "blocks"))
+    run, _ = compiled(block)
+    x = torch.randn(2, 9, 32)
+    for recipe in (None, MXFP8BlockScaling(), Float8CurrentScaling(), Float8CurrentScaling(amax_epsilon=10.0), None):
+        block.recipe = recipe
+        assert_same_bits(step(block, run, None, x), step(block, block, None, x))
+
+
+def test_a_setting_that_is_changed_within_the_compiled_function_is_refused() -> None:
+    block = block_of(with_ours("qwen3-moe", "blocks"))
+
+    def forward(x: Tensor) -> Any:
+        block.gate.top_k = 1
+        return block(x)
+
+    with pytest.raises(Exception, match="changes settings or modules of this MoEBlock and then calls it"):
+        torch.compile(forward, fullgraph=True, backend="aot_eager")(torch.randn(2, 9, 32))
 
 
 @pytest.mark.parametrize("way", ["experts", "blocks"])

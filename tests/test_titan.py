@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import fuser
 from fuser import autocast
+from recipes.registry import as_recipe
 from tests import titan_stand_in as titan
 from tests.ranks import on_ranks
 from tests.reference import assert_close, assert_same_bits
@@ -185,3 +186,12 @@ def sharded(rank: int) -> None:
 @pytest.mark.rest
 def test_sharded_parameters_are_trained(tmp_path: Path) -> None:
     on_ranks(sharded, folder=tmp_path)
+
+
+@pytest.mark.rest
+def test_another_recipe_is_compiled_anew() -> None:
+    _, ours = pair("mxfp8")
+    run = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    for recipe in ("mxfp8", "fp8_current"):
+        ours.recipe = as_recipe(recipe)
+        assert_same_bits(step(ours, run), step(ours))

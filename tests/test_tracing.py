@@ -405,6 +405,49 @@ def test_a_hook_that_torch_does_not_see_is_an_error():
     assert_same(step(model, "fp8_current", x, run), step(model, "fp8_current", x))
 
 
+CHANGES_WITHIN: dict[str, Callable[[Sequential], Any]] = {
+    "a setting": lambda layer: setattr(layer[0], "eps", 0.5),
+    "a recipe": lambda layer: layer[1].set_recipe("fp8_current"),
+    "the mode": lambda layer: layer.eval(),
+    "a module more": lambda layer: layer.append(ops.SiLU()),
+    "a module of another class": lambda layer: layer.__setitem__(2, ops.SiLU()),
+    "the split path": lambda layer: setattr(layer, "path", "split"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+@pytest.mark.parametrize("change", CHANGES_WITHIN)
+def test_what_is_changed_within_the_compiled_function_before_the_call_runs_or_is_refused(change: str) -> None:
+    """torch applies changes when it has traced the call, which ran with the settings of before."""
+    layer = Sequential(ops.RMSNorm(H), ops.Linear(H, H), ops.ReLU(), ops.Dropout(0.5))
+    other = copy.deepcopy(layer)
+
+    def forward(x: Tensor, layer: Sequential) -> Tensor:
+        CHANGES_WITHIN[change](layer)
+        return layer(x)
+
+    x = torch.randn(24, H)
+    with pytest.raises(Exception, match=r"changes settings or modules of this Sequential and then calls it"):
+        torch.compile(forward, fullgraph=True, backend="aot_eager")(x, copy.deepcopy(layer))
+    run = torch.compile(forward, backend="aot_eager")
+    assert_same(step(layer, None, x, partial(run, layer=layer)), step(other, None, x, partial(forward, layer=other)))
+
+
+def test_a_setting_of_a_single_operation_that_is_changed_within_the_compiled_function_is_seen() -> None:
+    norm = ops.RMSNorm(H)
+    other = copy.deepcopy(norm)
+
+    def forward(x: Tensor, norm: ops.RMSNorm) -> Tensor:
+        norm.eps = 0.5
+        return norm(x)
+
+    x = torch.randn(24, H)
+    with pytest.raises(Exception, match=r"changes settings or modules of this RMSNorm and then calls it"):
+        torch.compile(forward, fullgraph=True, backend="aot_eager")(x, copy.deepcopy(norm))
+    run = torch.compile(forward, backend="aot_eager")
+    assert_same(step(norm, None, x, partial(run, norm=norm)), step(other, None, x, partial(forward, norm=other)))
+
+
 @pytest.mark.rest
 def test_torch_autocast_decides_when_it_is_traced():
     model = Model(dense())

@@ -18,7 +18,7 @@ from fuser.sequentials import add_finder
 from ops.router import Router
 from ops.runner.not_traced import not_traced
 from ops.runner.operation import BasicOperation
-from ops.runner.tracing import NOT_TRACED, is_constant
+from ops.runner.tracing import NOT_TRACED, is_constant, why_changed_within
 from recipes.recipe import HighPrecision, Recipe
 from recipes.registry import as_recipe
 
@@ -90,7 +90,7 @@ class MoEBlock(nn.Module):
             names = ("logits", "probs", "indices")
         result = None
         if torch.compiler.is_compiling():
-            stages_of = partial(self._traced_stages, as_constants(self._settings(form, gate)))
+            stages_of = partial(self._traced_stages, self.recipe, as_constants(self._settings(form, gate)))
             tensors = (*router_tensors(gate).values(), *tensors_of(self.experts))
             result = run_traced(self, stages_of, tensors, x, {}, names)
         if result is None:
@@ -104,8 +104,10 @@ class MoEBlock(nn.Module):
         return (y, made["probs"]) if form.returns_scores else y
 
     @is_constant
-    def _traced_stages(self, settings: tuple[Any, ...], *seen: Any) -> tuple[Any, ...] | str:
-        return self.layer().traced_stages(*seen)
+    def _traced_stages(self, recipe: Recipe | None, settings: tuple[Any, ...], *seen: Any) -> tuple[Any, ...] | str:
+        form = FORMS[self.kind]
+        now = as_constants(self._settings(form, self.get_submodule(form.router)))
+        return why_changed_within(self, (recipe, *settings), (self.recipe, *now)) or self.layer().traced_stages(*seen)
 
     @not_traced(NOT_TRACED)
     def _run(self, x: Tensor, outputs: tuple[str, ...]) -> Any:

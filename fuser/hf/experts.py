@@ -20,7 +20,7 @@ from ops.dispatch import Dispatch
 from ops.grouped_linear import GroupedLinear
 from ops.runner.not_traced import not_traced
 from ops.runner.operation import BasicOperation
-from ops.runner.tracing import NOT_TRACED, is_constant
+from ops.runner.tracing import NOT_TRACED, is_constant, why_changed_within
 from recipes.recipe import Recipe
 from recipes.registry import as_recipe
 
@@ -140,7 +140,8 @@ def _traced_stages(
 ) -> tuple[Any, ...] | str:
     """identity: the id of the experts, which are alive: torch 2.11 hands no module on but as `self`"""
     experts = ctypes.cast(identity, ctypes.py_object).value
-    return experts_layer(experts, recipe).traced_stages(*seen)
+    why = why_changed_within(experts, settings, as_constants(settings_of(experts)))
+    return why or experts_layer(experts, recipe).traced_stages(*seen)
 
 
 @not_traced(NOT_TRACED)

@@ -32,7 +32,9 @@ from ops.runner.tracing import (
     refuse,
     run_stage,
     see,
+    seen_of_modules,
     stage_of,
+    why_changed_within,
 )
 from ops.runner.transforms import is_transformed
 from recipes.recipe import Recipe, Role
@@ -358,6 +360,9 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     @is_constant
     def _stage(self, *seen: Any) -> TracedStage | str:
         call = Seen(*seen)
+        why = why_changed_within(self, call.modules, seen_of_modules(self))
+        if why is not None:
+            return why
         pipeline = self._pipeline(call.path)
         try:
             check_extras(pipeline.consumed, pipeline.produced, dict(call.given), call.outputs)

@@ -46,8 +46,8 @@ _FUNCTIONAL = torch._C._TorchDispatchModeKey.FUNCTIONAL
 class Seen(NamedTuple):
     """What of a call, beside its tensors, decides what is run: strings, numbers and tuples of them, for torch's guards.
 
-    modules: of each, whether it is in training mode, and `BasicOperation.settings`, or what a Sequential exports and
-        its path
+    modules: of each its class, whether it is in training mode, and `BasicOperation.settings`, or what a Sequential
+        exports and its path
     given: the extra inputs' names, each with its dtype, or its class if it is no tensor
     """
 
@@ -85,13 +85,29 @@ def see(
 ) -> tuple[Any, ...]:
     """The fields of `Seen`, as torch hands them on. It is traced: what it reads is compared before the next call."""
     id(module)  # so it is the same one: of another, what is compiled would run with this one's settings and states
-    modules = tuple([(m.training, *_seen_of(m)) for m in module.modules()])
+    modules = seen_of_modules(module)
     given = tuple([(n, str(v.dtype) if isinstance(v, Tensor) else type(v).__name__) for n, v in extras.items()])
     has_buffers = True if buffers else False  # noqa: SIM210  # torch 2.11 does not trace `bool` of a dict
     return (
         seen.recipe, seen.inside, modules, x.device.type, str(x.dtype), tuple(outputs), given, has_buffers, path,
         fusions,
     )  # fmt: skip
+
+
+def seen_of_modules(module: nn.Module) -> tuple[Any, ...]:
+    """`Seen.modules`."""
+    return tuple([(type(m).__name__, m.training, *_seen_of(m)) for m in module.modules()])
+
+
+def why_changed_within(module: nn.Module, seen: tuple[Any, ...], now: tuple[Any, ...]) -> str | None:
+    """Why what is traced changes this module before it calls it, as a sentence, or None. seen: what was read where that
+    is traced; now: the same, read untraced, which is what would run."""
+    if seen == now:
+        return None
+    return (
+        f"The compiled function changes settings or modules of this {type(module).__name__} and then calls it, which "
+        "would run as it was before. Change them outside of the function."
+    )
 
 
 def _seen_of(module: Any) -> tuple[Any, ...]:
@@ -159,7 +175,7 @@ def stage_of(
 
     paths: of the pipeline's operations, from the module whose call is traced
     """
-    training = call.modules[0][0]
+    _, training, *_ = call.modules[0]
     around = traced_recipe(call.recipe) if call.inside else recipe_of(own_entries())
     recipe = recipe_within(pipeline.recipe, around)
     device, dtype = torch.device(call.device), getattr(torch, call.dtype.removeprefix("torch."))
