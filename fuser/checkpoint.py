@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from ops.runner.tracing import refuse
 from recipes.autocast import autocast
 from recipes.first_forwards import FirstForwards
 from recipes.stack import CastScales, current_recipe, current_updates
@@ -25,6 +26,11 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     function itself: the recomputation would give other values. (Torch checks only positional tensors.)
     """
     if torch.compiler.is_compiling():
+        refuse(  # a literal: torch shows no other text
+            "fuser.checkpoint keeps the recipe and the scales of the first run, of which torch's tracing sees nothing. "
+            "Within a compiled function call torch.utils.checkpoint.checkpoint, which computes again under the recipe "
+            "that was traced; under delayed scaling leave out fullgraph=True."
+        )
         return _checkpoint(function, args, use_reentrant, kwargs)
     if torch._C._current_graph_task_id() == -1:
         _calls.began(True)

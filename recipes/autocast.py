@@ -72,6 +72,7 @@ class autocast(ContextDecorator):
 
     _entry: ActiveRecipe | None = None
     _around: tuple[str, bool] | None = None  # what was seen before it was entered where torch.compile traces
+    _given: tuple[Any, ...] | None = None  # its arguments, if it was made there
 
     def __init__(
         self,
@@ -102,6 +103,9 @@ class autocast(ContextDecorator):
 
     def _recreate_cm(self) -> autocast:
         """A new context for each call of a decorated function."""
+        if self._given is not None:
+            recipe, enabled, batch_invariant = self._given
+            return autocast(recipe, enabled, batch_invariant=batch_invariant)
         scales, keep_weights = self._settings
         return autocast(self._recipe, amax_reduction_group=self._group, keep_weights=keep_weights, scales=scales)
 
@@ -152,6 +156,7 @@ class autocast(ContextDecorator):
                 "Open it around the call."
             )
         self._recipe = recipe  # type: ignore[assignment]  # its name is not looked up while it is traced
+        self._given = recipe, enabled, batch_invariant
         if _is_made_while_tracing(recipe):
             values = tuple([getattr(recipe, name) for name in _fields_while_tracing(type(recipe))])
             self._key = _key_of_made(type(recipe), values, enabled, batch_invariant, seen.recipe)

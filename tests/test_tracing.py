@@ -590,6 +590,28 @@ def test_a_broken_graph_keeps_the_recipe_of_an_autocast_that_is_traced(case):
     assert torch.equal(second(x), plain) and seen.recipe == key_of(HighPrecision()) and not seen.inside
 
 
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_function_that_is_decorated_where_torch_traces_runs_under_the_recipe(fullgraph: bool) -> None:
+    layer, x = Sequential(ops.Linear(H, H)), torch.randn(24, H)
+
+    def run(x: Tensor) -> Any:
+        @autocast(MXFP8BlockScaling(scaling="floor"))
+        def inner(x: Tensor) -> Any:
+            return layer(x)
+
+        return layer(inner(inner(x)))
+
+    found = step(layer, None, x, torch.compile(run, fullgraph=fullgraph, backend="aot_eager"))
+    assert_same(found, step(layer, None, x, run))
+
+
+def test_a_checkpoint_that_has_to_be_traced_says_which_one_can_be() -> None:
+    layer = Sequential(ops.Linear(H, H))
+    run = torch.compile(lambda x: checkpoint(layer, x), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=r"Within a compiled function call torch\.utils\.checkpoint\.checkpoint"):
+        run(torch.randn(24, H))
+
+
 def test_an_error_within_an_autocast_that_is_traced_is_the_callers_and_ends_it():
     layer, x = Sequential(ops.Linear(H, H)), torch.randn(24, H)
 
