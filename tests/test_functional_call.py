@@ -16,8 +16,9 @@ from torch.func import functional_call, functionalize, grad, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from fuser import Sequential, autocast, ops
+from fuser import Sequential, autocast, ops, prepare
 from tests.computed_cases import F64, MODELS, K, N, assert_close, example, paired
+from tests.reference import assert_same_bits
 
 
 def called_with(module: nn.Module, kind: str, **extras: Any) -> dict[str, Tensor | None]:
@@ -115,6 +116,49 @@ def test_torch_func_grad_has_the_bits_of_backward(recipe: str) -> None:
     assert torch.equal(tokens, made["tokens_per_expert"])
     for name, parameter in again.named_parameters():
         assert torch.equal(found[name], parameter.grad), name  # type: ignore[arg-type]
+
+
+def experts_and_loss() -> tuple[Sequential, Callable[[dict[str, Tensor]], Tensor]]:
+    torch.manual_seed(0)
+    model = Sequential(ops.GroupedLinear(4, 32, 64), ops.SwiGLU(), ops.GroupedLinear(4, 32, 32))
+    x, sizes = torch.randn(32, 32), torch.tensor([10, 0, 17, 5])
+    return model, lambda given: functional_call(model, given, (x,), {"split_sizes": sizes}).square().sum()
+
+
+def test_a_step_of_delayed_scaling_may_end_within_the_function_that_is_differentiated() -> None:
+    model, loss = experts_and_loss()
+    other, loss_of_other = experts_and_loss()
+
+    def step(given: dict[str, Tensor]) -> Tensor:
+        with autocast("fp8_delayed"):
+            return loss(given)
+
+    for _ in range(2):
+        found = grad(step)(dict(model.named_parameters()))
+        with autocast("fp8_delayed"):
+            expected = grad(loss_of_other)(dict(other.named_parameters()))
+    assert_same_bits(found, expected)
+    assert_same_bits(dict(model.named_buffers()), dict(other.named_buffers()))
+
+
+def test_an_error_within_a_step_of_delayed_scaling_that_is_differentiated_is_the_callers() -> None:
+    model, loss = experts_and_loss()
+
+    def step(given: dict[str, Tensor]) -> Tensor:
+        with autocast("fp8_delayed"):
+            loss(given)
+            raise ValueError("bad batch")
+
+    with pytest.raises(ValueError, match="bad batch"):
+        grad(step)(dict(model.named_parameters()))
+    assert not any(history.any() for name, history in model.named_buffers() if name.endswith("amax_history"))
+
+
+def test_states_that_are_given_to_a_function_that_is_differentiated_are_refused() -> None:
+    model, loss = experts_and_loss()
+    prepare(model, "fp8_delayed")
+    with autocast("fp8_delayed"), pytest.raises(NotImplementedError, match=r"Give .* the parameters alone"):
+        grad(loss)({**dict(model.named_parameters()), **dict(model.named_buffers())})
 
 
 def jvp_along(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]:

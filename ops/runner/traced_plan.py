@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ops.runner.backward import Record, run_backward
 from ops.runner.context import at_tensor, state_of
@@ -386,6 +387,12 @@ class TracedPlan:
                 "operations of torch: these quantize the weights in each forward. Leave the scope before the call, or "
                 "run the model without torch.compile, FlopCounterMode and torch.func."
             )
+        if self._state_names and self._has_wrapped_states():
+            raise NotImplementedError(
+                f"The states of {recipe.name!r} are among what torch.func.grad or vjp is given, and it changes no "
+                "tensor of those. Give torch.func.functional_call the parameters alone, of named_parameters(): the "
+                "states stay the module's."
+            )
         if self._state_names and run.records and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"A CUDA graph of a compiled forward under {recipe.name!r} is captured, whose replays would leave its "
@@ -413,6 +420,12 @@ class TracedPlan:
                 "A compiled forward is computed again in a backward, outside of any autocast, and has run under "
                 f"{names}. Open autocast within what is checkpointed, or compile the checkpoint with the model."
             )
+
+    def _has_wrapped_states(self) -> bool:
+        """Of the first one: whoever gives one gives all."""
+        states = (state for held in self._states for name, state in held.items() if name in self._state_names)
+        first = next(states, None)
+        return first is not None and is_functorch_wrapped_tensor(first)
 
     @contextmanager
     def _holding(self, operations: Sequence[nn.Module], parameters: Sequence[Tensor]) -> Iterator[None]:
