@@ -26,6 +26,7 @@ from ops.router_arguments import (
 )
 from ops.runner.checked import Checked
 from ops.runner.nested_backward import within_backward
+from ops.runner.not_traced import not_traced
 from ops.runner.operation import BackwardOfBasic, BasicOperation, IndexTensor, OperationContext
 from ops.runner.set_once import SetOnce
 from ops.runner.shapes import check_features, check_matrix, check_parameter_dtype
@@ -192,6 +193,10 @@ class Router(BasicOperation):
         return self.normalize_probs or not self.use_pre_softmax
 
     @torch.no_grad()
+    @not_traced(
+        "Forwards count tokens, and read the bias, past torch's tracing, which would run the update before or behind "
+        "them. Call it outside of the compiled function, or leave out fullgraph=True."
+    )
     def update_expert_bias(self, rate: float = 1e-3, group: dist.ProcessGroup | None = None) -> None:
         """expert_bias += rate sign(mean load - load), and start counting anew; to be called after `optimizer.step()`.
 

@@ -590,6 +590,27 @@ def test_a_broken_graph_keeps_the_recipe_of_an_autocast_that_is_traced(case):
     assert torch.equal(second(x), plain) and seen.recipe == key_of(HighPrecision()) and not seen.inside
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_the_bias_of_a_router_is_updated_behind_the_forwards_of_a_compiled_step(backend: str) -> None:
+    """Forwards count tokens past what torch traces, so that it sees no order between them and the update."""
+    router = ops.Router(H, E, topk=2, score_function="sigmoid", expert_bias=True)
+    layer, x = Sequential(router, *moe_layer()[3:7]), torch.randn(24, H)
+    other = copy.deepcopy(layer)
+
+    def run(x: Tensor, layer: Sequential) -> Any:
+        y = layer(x)
+        layer[0].update_expert_bias(0.5)
+        return layer(y)
+
+    with pytest.raises(Exception, match="Call it outside of the compiled function"):
+        torch.compile(run, fullgraph=True, backend=backend)(x, layer)
+    partly = torch.compile(run, backend=backend)
+    for _ in range(2):
+        torch.testing.assert_close(partly(x, layer), run(x, other))
+        assert torch.equal(layer[0].expert_bias, other[0].expert_bias)
+        assert torch.equal(layer[0].tokens_since_update, other[0].tokens_since_update)
+
+
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_a_function_that_is_decorated_where_torch_traces_runs_under_the_recipe(fullgraph: bool) -> None:
     layer, x = Sequential(ops.Linear(H, H)), torch.randn(24, H)
