@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ContextDecorator, nullcontext
+from contextlib import ContextDecorator
 from dataclasses import fields
 from functools import partial
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
@@ -141,14 +141,21 @@ class autocast(ContextDecorator):
         remove(entry)
         if not self._is_outermost:
             return
-        with _outside_of_transforms():
-            if kind is not None:
-                entry.updates.discard()
-                return
-            quantizers = entry.updates.take()
-            awaited = self._awaited_by(entry)
-            if quantizers or awaited:
-                perform(Effect(_end_of_step, (quantizers, self._group, awaited), partial(forget, quantizers)))
+        if torch._C._are_functorch_transforms_active():
+            # torch.func.grad and vjp let nothing change that they do not differentiate, such as a quantizer's state.
+            with torch._C._DisableFuncTorch():
+                self._end_step(entry, broke_off=kind is not None)
+        else:
+            self._end_step(entry, broke_off=kind is not None)
+
+    def _end_step(self, entry: ActiveRecipe, broke_off: bool) -> None:
+        if broke_off:
+            entry.updates.discard()
+            return
+        quantizers = entry.updates.take()
+        awaited = self._awaited_by(entry)
+        if quantizers or awaited:
+            perform(Effect(_end_of_step, (quantizers, self._group, awaited), partial(forget, quantizers)))
 
     def _trace(self, recipe: Recipe | str | None, enabled: bool, batch_invariant: bool, *others: object) -> None:
         if any(other is not None for other in others):
@@ -174,11 +181,6 @@ class autocast(ContextDecorator):
         if is_recomputation or entry.updates.has_evaluated or not torch.is_grad_enabled() or recording() is not None:
             return ()
         return self._recipe.amax_reduction_groups(self._group)
-
-
-def _outside_of_transforms() -> AbstractContextManager[object]:
-    """torch.func.grad and vjp let nothing change that they do not differentiate, such as a quantizer's state."""
-    return torch._C._DisableFuncTorch() if torch._C._are_functorch_transforms_active() else nullcontext()
 
 
 def _asked(recipe: Recipe | str | None, enabled: bool, batch_invariant: bool) -> Recipe:

@@ -27,7 +27,10 @@ _HIGH_PRECISION = HighPrecision()
 def key_of(recipe: Recipe) -> str:
     """A text that differs where recipes do; another hash of the same value would be a recipe of its own."""
     key = f"{recipe.name} {hash(recipe):x}"
-    while (other := _of_key.setdefault(key, recipe)) is not recipe and other != recipe:
+    while (other := _of_key.get(key)) is not recipe and other != recipe:
+        if other is None:
+            _of_key[key] = recipe
+            break
         key += "'"  # Python gives numbers like -1 and -2 one hash
     return key + _BATCH_INVARIANT if recipe.batch_invariant else key
 
