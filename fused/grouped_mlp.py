@@ -192,21 +192,20 @@ class GroupedMLP(FusedOperation):
             return self.fc2.fprop(fc2_ctx, act_q, act, splits, scales_of_bias), {}
         # act is not saved, so its columnwise copy is made in backward.
         quantizer = fc2_ctx.quantizer(Role.INPUT)
-        rows, meetings = x, None
-        together = self.why_apart(path, fc1_ctx.dtype) is None
-        if together:
-            h, rows = self.fc1.fprop_and_activation(
-                fc1_ctx, x_q, x, splits, self.activation, scales if self.scaled else None
-            )
+        of_act = scales if self.scaled else None
+        rows: Tensor | None = None
+        meetings: Tensor | None = None
+        if self.why_apart(path, fc1_ctx.dtype) is None:
+            h, rows = self.fc1.fprop_and_activation(fc1_ctx, x_q, x, splits, self.activation, of_act)
         else:
             h = self.fc1.fprop(fc1_ctx, x_q, x, splits, None)
-        if self.fc2.reads_values:
-            rows = activation(h, self.activation, scales if self.scaled else None)
-        if together or self.fc2.reads_values:
-            act_q = path.quantize(rows, splits, quantizer, rowwise=True, columnwise=False)
-        else:
+            if self.fc2.reads_values:
+                rows = activation(h, self.activation, of_act)
+        if rows is None:
             act_q, meetings = self._act(path, h, scales, splits, quantizer, rowwise=True, columnwise=False)
-        y = self.fc2.fprop(fc2_ctx, act_q, rows, splits, scales_of_bias, keeps_x=False)
+        else:
+            act_q = path.quantize(rows, splits, quantizer, rowwise=True, columnwise=False)
+        y = self.fc2.fprop(fc2_ctx, act_q, x if rows is None else rows, splits, scales_of_bias, keeps_x=False)
         if needs_grad:
             act_scale = None if quantizer is None else quantizer.snapshot(x.device)
             act_ctx.saved = self.Saved(h, scales, act_scale, meetings)

@@ -13,6 +13,7 @@ from fuser.sequential import Sequential
 from ops.runner.operation import BasicOperation
 from ops.runner.run import Pipeline
 from ops.runner.tracing import refuse, run_stage, see
+from recipes.recipe import Recipe
 
 
 class _Layer(NamedTuple):
@@ -73,9 +74,15 @@ def hold(operation: BasicOperation, tensors: Mapping[str, Tensor]) -> None:
 
 
 def as_constants(settings: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What torch's guards compare of settings that are read while a call is traced: of a module which one it is, of a
-    float its digits, because torch traces a float that changes as a variable."""
-    return tuple([id(v) if isinstance(v, nn.Module) else v.hex() if isinstance(v, float) else v for v in settings])
+    """What torch's guards compare of settings that are read while a call is traced: of a module or recipe which one it
+    is, of a float its digits, because torch traces a float that changes as a variable."""
+    return tuple([_as_constant(value) for value in settings])
+
+
+def _as_constant(value: Any) -> Any:
+    if isinstance(value, (nn.Module, Recipe)):
+        return id(value)
+    return value.hex() if isinstance(value, float) else value
 
 
 def run_traced(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fuser.held_layers import held_layer, hold, run_traced
+from fuser.held_layers import as_constants, held_layer, hold, run_traced
 from fuser.sequential import Sequential
 from fuser.sequentials import add_finder
 from ops.activations import SwiGLU
@@ -23,7 +23,6 @@ from ops.runner.context import OperationContext
 from ops.runner.not_traced import not_traced
 from ops.runner.operation import BasicOperation
 from ops.runner.tracing import NOT_TRACED, is_constant, why_changed_within
-from recipes.recipe import Recipe
 from recipes.registry import as_recipe
 
 try:
@@ -85,15 +84,16 @@ class Experts(RoutedExperts):
         # Only parameters in float32 differ by it: those that FSDP2 gathers in bf16 are used as they are.
         with torch.autocast(rows_RD.device.type, torch.bfloat16):
             if torch.compiler.is_compiling():
-                stages_of = partial(self._traced_stages, self.recipe)
+                stages_of = partial(self._traced_stages, as_constants((self.recipe,)))
                 y_RD = run_traced(self, stages_of, _tensors_of(self), rows_RD.bfloat16(), extras)
             if y_RD is None:
                 y_RD = _run(self, rows_RD.bfloat16(), extras)
         return self.token_dispatcher.combine(y_RD.type_as(rows_RD), metadata, x_TD)
 
     @is_constant
-    def _traced_stages(self, recipe: Recipe | None, *seen: Any) -> tuple[Any, ...] | str:
-        return why_changed_within(self, (recipe,), (self.recipe,)) or self.layer().traced_stages(*seen)
+    def _traced_stages(self, settings: tuple[Any, ...], *seen: Any) -> tuple[Any, ...] | str:
+        why = why_changed_within(self, settings, as_constants((self.recipe,)))
+        return why or self.layer().traced_stages(*seen)
 
 
 @override(

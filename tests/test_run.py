@@ -979,7 +979,7 @@ def test_a_saved_tensor_changed_in_place_before_backward_is_an_error() -> None:
     y = Sequential(Square())(scaled)
     with torch.no_grad():
         scaled.mul_(2)
-    with pytest.raises(RuntimeError, match="modified inplace"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
 

@@ -32,6 +32,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning"),  # inductor's first one, on purpose
 ]
 
+OLDEST_TORCH = torch.__version__.startswith("2.11.")
+MADE_WHILE_TRACED = pytest.mark.skipif(OLDEST_TORCH, reason="torch 2.11 hands no frozen dataclass on that it traced")
 EVERY = pytest.mark.parametrize("recipe", NAMES)
 ON_EACH_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
@@ -325,6 +327,7 @@ def quantizer_of(role: Role) -> Quantizer | None:
     return None if role is Role.GRAD_OUTPUT else MXFP8BlockScaling(scaling="floor").quantizer(role)
 
 
+@MADE_WHILE_TRACED
 @pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in MADE_WITHIN.items()])
 def test_a_recipe_that_is_made_within_the_compiled_function_has_its_fields(make: Callable[[], Recipe]) -> None:
     layer = dense()
@@ -338,6 +341,7 @@ def test_a_recipe_that_is_made_within_the_compiled_function_has_its_fields(make:
     assert_same(step(layer, None, x, run), step(layer, None, x, forward))
 
 
+@MADE_WHILE_TRACED
 def test_a_recipe_that_is_no_dataclass_is_refused_where_it_is_made_within_the_compiled_function() -> None:
     layer = dense()
 
@@ -350,7 +354,7 @@ def test_a_recipe_that_is_no_dataclass_is_refused_where_it_is_made_within_the_co
         run(torch.randn(24, H))
 
 
-@pytest.mark.parametrize("where", ["around", "within"])
+@pytest.mark.parametrize("where", ["around", pytest.param("within", marks=MADE_WHILE_TRACED)])
 def test_recipes_of_one_hash_are_compiled_apart(where: str) -> None:
     """Python gives -1 and -2 the same hash."""
     layer = dense()
@@ -405,6 +409,11 @@ def test_a_hook_that_torch_does_not_see_is_an_error():
     assert_same(step(model, "fp8_current", x, run), step(model, "fp8_current", x))
 
 
+def changed_within(module: str) -> str:
+    """What an error says; torch 2.11 has errors of its own."""
+    return "" if OLDEST_TORCH else f"changes settings or modules of this {module} and then calls it"
+
+
 CHANGES_WITHIN: dict[str, Callable[[Sequential], Any]] = {
     "a setting": lambda layer: setattr(layer[0], "eps", 0.5),
     "a recipe": lambda layer: layer[1].set_recipe("fp8_current"),
@@ -427,7 +436,7 @@ def test_what_is_changed_within_the_compiled_function_before_the_call_runs_or_is
         return layer(x)
 
     x = torch.randn(24, H)
-    with pytest.raises(Exception, match=r"changes settings or modules of this Sequential and then calls it"):
+    with pytest.raises(Exception, match=changed_within("Sequential")):
         torch.compile(forward, fullgraph=True, backend="aot_eager")(x, copy.deepcopy(layer))
     run = torch.compile(forward, backend="aot_eager")
     assert_same(step(layer, None, x, partial(run, layer=layer)), step(other, None, x, partial(forward, layer=other)))
@@ -442,7 +451,7 @@ def test_a_setting_of_a_single_operation_that_is_changed_within_the_compiled_fun
         return norm(x)
 
     x = torch.randn(24, H)
-    with pytest.raises(Exception, match=r"changes settings or modules of this RMSNorm and then calls it"):
+    with pytest.raises(Exception, match=changed_within("RMSNorm")):
         torch.compile(forward, fullgraph=True, backend="aot_eager")(x, copy.deepcopy(norm))
     run = torch.compile(forward, backend="aot_eager")
     assert_same(step(norm, None, x, partial(run, norm=norm)), step(other, None, x, partial(forward, norm=other)))
@@ -611,6 +620,7 @@ def test_the_bias_of_a_router_is_updated_behind_the_forwards_of_a_compiled_step(
         assert torch.equal(layer[0].tokens_since_update, other[0].tokens_since_update)
 
 
+@MADE_WHILE_TRACED
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_a_function_that_is_decorated_where_torch_traces_runs_under_the_recipe(fullgraph: bool) -> None:
     layer, x = Sequential(ops.Linear(H, H)), torch.randn(24, H)

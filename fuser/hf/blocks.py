@@ -90,7 +90,8 @@ class MoEBlock(nn.Module):
             names = ("logits", "probs", "indices")
         result = None
         if torch.compiler.is_compiling():
-            stages_of = partial(self._traced_stages, self.recipe, as_constants(self._settings(form, gate)))
+            settings = as_constants((self.recipe, *self._settings(form, gate)))
+            stages_of = partial(self._traced_stages, settings)
             tensors = (*router_tensors(gate).values(), *tensors_of(self.experts))
             result = run_traced(self, stages_of, tensors, x, {}, names)
         if result is None:
@@ -104,10 +105,10 @@ class MoEBlock(nn.Module):
         return (y, made["probs"]) if form.returns_scores else y
 
     @is_constant
-    def _traced_stages(self, recipe: Recipe | None, settings: tuple[Any, ...], *seen: Any) -> tuple[Any, ...] | str:
+    def _traced_stages(self, settings: tuple[Any, ...], *seen: Any) -> tuple[Any, ...] | str:
         form = FORMS[self.kind]
-        now = as_constants(self._settings(form, self.get_submodule(form.router)))
-        return why_changed_within(self, (recipe, *settings), (self.recipe, *now)) or self.layer().traced_stages(*seen)
+        now = self.recipe, *self._settings(form, self.get_submodule(form.router))
+        return why_changed_within(self, settings, as_constants(now)) or self.layer().traced_stages(*seen)
 
     @not_traced(NOT_TRACED)
     def _run(self, x: Tensor, outputs: tuple[str, ...]) -> Any:
