@@ -15,11 +15,14 @@ from ops.kernels.grouped_gemm.stores_gluon import rounded_boxes, split_columns, 
 
 @gluon.jit
 def load_vectors(
-    row_scale_ptr, column_scale_ptr, height, width, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr
-):
-    """The scales of HEIGHT rows and WIDTH columns of sums that lie so; from `height` and `width` on they are 0."""
+    row_scale_ptr, column_scale_ptr, height, width, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr,
+    columns: gl.constexpr = None,
+):  # fmt: skip
+    """The scales of HEIGHT rows and WIDTH columns of sums that lie so, or those of columns as of sums that lie as
+    `columns`; from `height` and `width` on they are 0."""
+    of_columns: gl.constexpr = layout if columns is None else columns
     offs_m = gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
-    offs_n = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    offs_n = gl.arange(0, WIDTH, gl.SliceLayout(0, of_columns))
     row_scale = gl.load(row_scale_ptr + offs_m, mask=offs_m < height, other=0.0)
     column_scale = gl.load(column_scale_ptr + offs_n, mask=offs_n < width, other=0.0)
     return row_scale, column_scale
@@ -37,11 +40,7 @@ def load_spread_vectors(
 ):
     """`load_vectors` for `boxes_times_vectors`: a thread has each 32nd column, in an eighth of the registers."""
     spread: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
-    offs_m = gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
-    offs_n = gl.arange(0, WIDTH, gl.SliceLayout(0, spread))
-    row_scale = gl.load(row_scale_ptr + offs_m, mask=offs_m < height, other=0.0)
-    column_scale = gl.load(column_scale_ptr + offs_n, mask=offs_n < width, other=0.0)
-    return row_scale, column_scale
+    return load_vectors(row_scale_ptr, column_scale_ptr, height, width, HEIGHT, WIDTH, layout, spread)
 
 
 @gluon.jit
