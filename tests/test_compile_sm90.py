@@ -146,7 +146,11 @@ def launch_queued(dtype: torch.dtype) -> None:
             for extras in ((None, None, None), (bias, scales, alpha)):
                 grouped_gemm.m_grouped_triton(x, w, offsets, *extras, y, True, False)
             grouped_gemm.m_grouped_triton(dy, w, offsets, None, None, alpha, dx, False, False)
-        if dtype == torch.bfloat16 and N % QUEUED_IN_GLUON.block_n == 0 and why_not_this_release() is None:
+        if (
+            dtype == torch.bfloat16
+            and N % QUEUED_IN_GLUON.block_n == 0
+            and not why_no_gluon(grouped_gemm.capability(x))
+        ):
             launch_beside(x, w, offsets, scales)
 
 
