@@ -188,17 +188,15 @@ def _both_on_cuda(
     shape = torch.Size((rows, w.shape[1]))
     check_activation(shape, spec, scales)
     G, N, K = w.shape
-    if why_not_beside(x.dtype, (G, N, K), spec, capability(x)) is None:
-        h, act = x.new_empty(shape), x.new_empty(activation_shape(shape, spec))
-        if act.numel() and takes_descriptors(x, w, h, act):
-            config = config_of(x, w, h, transposed=True, tf32=False)
-            if config == QUEUED_IN_GLUON:
-                step = activation_step(spec, scales is not None)
-                scales = scales if scales is None else scales.contiguous()
-                m_grouped_activation_gluon(x, w, offsets, scales, h, act, config, step)
-                return h, act
-    h = grouped_gemm_tn(x, w, splits)
-    return h, activation(h, spec, scales)
+    h = x.new_empty(shape)
+    beside = why_not_beside(x.dtype, (G, N, K), spec, capability(x)) is None and rows and takes_descriptors(x, w, h)
+    if not beside or config_of(x, w, h, transposed=True, tf32=False) != QUEUED_IN_GLUON:
+        return grouped_gemm_tn(x, w, splits, out=h), activation(h, spec, scales)
+    act = x.new_empty(activation_shape(shape, spec))
+    step = activation_step(spec, scales is not None)
+    scales = scales if scales is None else scales.contiguous()
+    m_grouped_activation_gluon(x, w, offsets, scales, h, act, QUEUED_IN_GLUON, step)
+    return h, act
 
 
 _m_grouped_activation = Launch(m_grouped_activation_kernel)
