@@ -41,7 +41,7 @@ from ops.kernels.elementwise.activation import (
     dactivation,
 )
 from ops.kernels.elementwise.dactivation_cast import fits
-from ops.kernels.grouped_gemm.grouped_activation import why_not_at_once, why_not_beside
+from ops.kernels.grouped_gemm.grouped_activation import why_not_at_once, why_not_both_stored
 from ops.kernels.grouped_gemm.tile_rules import QUEUED_ROWS
 from ops.products.paths import Path, casts_in_backward, choose_path, how_cast_as_computed
 from ops.runner.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
@@ -116,8 +116,8 @@ class GroupedMLP(FusedOperation):
 
     def kernel(self, request: PlanRequest) -> str:
         ways = dict.fromkeys(linear.kernel(request) for linear in (self.fc1, self.fc2))
-        act = f"{self.activation.kind} {self._in_training(request)}{self._how_cast(request)}recomputed in backward"
-        return f"{', then '.join(ways)}, {act}{self._in_no_grad(request)}{self.operations[1].transfers(request)}"
+        act = f"{self.activation.kind} {self._how_cast(request)}recomputed in backward"
+        return f"{', then '.join(ways)}, {act}{self._in_modes(request)}{self.operations[1].transfers(request)}"
 
     def _how_cast(self, request: PlanRequest) -> str:
         """In words, where the activation's kernel quantizes."""
@@ -132,18 +132,18 @@ class GroupedMLP(FusedOperation):
             return "" if forward is None else f"{forward}, "
         return "" if forward is None else f"{forward} in forward, "
 
-    def _in_training(self, request: PlanRequest) -> str:
-        """In words, where the activation's kernel is FC1's."""
-        if request.device.type != "cuda" or self.why_apart(choose_path(request), request.dtype):
-            return ""
-        return f"in the kernel of FC1 from {QUEUED_ROWS} rows a group on, "
-
-    def _in_no_grad(self, request: PlanRequest) -> str:
-        """In words, where there are kernels."""
+    def _in_modes(self, request: PlanRequest) -> str:
+        """In words, where the activation is FC1's kernel: in training, and in no-grad mode. Nothing where there are no
+        kernels."""
         if request.device.type != "cuda":
             return ""
-        why = self.why_pre_activation(choose_path(request), request.dtype)
-        return f"; in no-grad mode {f'apart from FC1: {why}' if why else 'in the kernel of FC1'}"
+        path = choose_path(request)
+        why, why_in_no_grad = self.why_apart(path, request.dtype), self.why_pre_activation(path, request.dtype)
+        training = f"apart from FC1: {why}" if why else f"in the kernel of FC1 from {QUEUED_ROWS} rows a group on"
+        no_grad = f"apart from FC1: {why_in_no_grad}" if why_in_no_grad else "in the kernel of FC1"
+        if training == no_grad:
+            return f"; in training and in no-grad mode {training}"
+        return f"; in training {training}; in no-grad mode {no_grad}"
 
     def why_pre_activation(self, path: Path, dtype: torch.dtype) -> str | None:
         """Why h is stored although no backward needs it, as a sentence; None: FC1 and the activation are one kernel."""
@@ -153,11 +153,13 @@ class GroupedMLP(FusedOperation):
         """Why FC1 and the activation are two kernels where h is stored, for any number of rows, as a sentence."""
         if why := self._why_two_kernels(path):
             return why
-        if self.fc1.use_bias or self.fc1.parallel is not None:
-            return "The kernel adds no bias, and ranks do not divide its product."
+        if self.fc1.use_bias:
+            return "The kernel that stores both adds no bias, and FC1 has one."
+        if self.fc1.parallel is not None:
+            return "The kernel that stores both is for layers that ranks do not divide."
         if self.fc2.reads_values:
             return "The adapter of FC2 reads the activation."
-        return why_not_beside(dtype, self._weights, self.activation, path.capability)
+        return why_not_both_stored(dtype, self._weights, self.activation, path.capability)
 
     @property
     def _weights(self) -> tuple[int, int, int]:

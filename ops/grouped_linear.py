@@ -402,8 +402,8 @@ class GroupedLinear(OperationWithWeights):
     ) -> tuple[Tensor, Tensor]:
         """h as `fprop` gives it and f(h) scales, for rows and weights that are not quantized; of a layer without bias
         and adapter that ranks do not divide. Sets `ctx.saved`."""
-        h, act = ctx.path.fprop_and_activation(x_q, self.weight_operand(ctx, rowwise=True), spec, scales)
         out = self.buffer(ctx, "output", x, self.own_out_features)
+        h, act = ctx.path.fprop_and_activation(x_q, self.weight_operand(ctx, rowwise=True), spec, scales)
         self._keep(ctx, x_q, x, splits, None, True)
         return h if out is None else out.copy_(h), act
 

@@ -105,7 +105,7 @@ PLACE, BARRIERS = re.compile(r"allocation\.offset = (\d+)"), re.compile(r"local_
 # At most, stored and loaded, by programs that wait in few registers: dSiTUGLU of fp16. dSwiGLU is faster so.
 SPILLED_AT_MEETINGS = 192
 # At most, stored and loaded, for a tile of FC1 that is stored beside its activation: with Triton 3.8, else none.
-SPILLED_BESIDE = 108 if triton.__version__.startswith("3.8") else 0
+SPILLED_WITH_BOTH = 108 if triton.__version__.startswith("3.8") else 0
 # Of one of Hopper's multiprocessors, and what each of its programs has besides its own.
 SHARED_BY_PROGRAMS, BESIDES = 228 << 10, 1 << 10
 
@@ -151,10 +151,10 @@ def launch_queued(dtype: torch.dtype) -> None:
             and N % QUEUED_IN_GLUON.block_n == 0
             and not why_no_gluon(grouped_gemm.capability(x))
         ):
-            launch_beside(x, w, offsets, scales)
+            launch_both_stored(x, w, offsets, scales)
 
 
-def launch_beside(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, scales: torch.Tensor) -> None:
+def launch_both_stored(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, scales: torch.Tensor) -> None:
     """FC1 and SwiGLU in one kernel that stores both."""
     h = x.new_empty(len(x), w.shape[1])
     for given in (None, scales):
@@ -941,7 +941,7 @@ def test_kernels_in_gluon_compile_for_hopper_with_each_release(every, cache):
     }
     assert products | casts <= {report["kernel"] for report in reports}
     for report in reports:
-        spilled = SPILLED_BESIDE if report["kernel"] == "m_grouped_activation_gluon_kernel" else 0
+        spilled = SPILLED_WITH_BOTH if report["kernel"] == "m_grouped_activation_gluon_kernel" else 0
         assert report["shared_bytes"] <= LIMITS[90] and report["spilled_bytes"] <= spilled, report
         assert not report["warnings"] and not report["shared_barriers"], report
 

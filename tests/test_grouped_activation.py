@@ -14,7 +14,7 @@ from ops.kernels.grouped_gemm.grouped_activation import (
     grouped_activation_triton,
     grouped_gemm_activation,
     why_not_at_once,
-    why_not_beside,
+    why_not_both_stored,
 )
 from ops.kernels.grouped_gemm.high_precision import grouped_gemm_tn
 from ops.kernels.grouped_gemm.tile_rules import (
@@ -173,10 +173,10 @@ WIDE = (8, 512, 256)  # [G, N, K] that the kernel which stores both takes
 def test_where_both_are_stored_a_refusal_is_a_sentence(dtype, weights, spec, gpu, sentence, monkeypatch):
     monkeypatch.setattr(kernels, "why_no_gluon", lambda gpu: None)
     monkeypatch.setattr(kernels, "has_fast_memory", lambda: True)
-    found = why_not_beside(dtype, weights, spec, gpu)
+    found = why_not_both_stored(dtype, weights, spec, gpu)
     assert found is None if sentence is None else sentence in found
     monkeypatch.setattr(kernels, "has_fast_memory", lambda: False)
-    assert gpu is None or "100 GiB" in why_not_beside(dtype, weights, spec, gpu)
+    assert gpu is None or "100 GiB" in why_not_both_stored(dtype, weights, spec, gpu)
 
 
 @pytest.mark.parametrize(("kind", "interleave"), FORMS)

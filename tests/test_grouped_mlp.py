@@ -326,6 +326,26 @@ def test_random_splits_by_a_queue_on_the_gpu(sizes, tail, bias, dtype, seed):
     assert passes == ({True, False} if sum(sizes) + tail else set())
 
 
+@pytest.mark.parametrize("save_original_input", [False, True])
+@pytest.mark.parametrize("activation", ["SwiGLU", "ScaledSwiGLU"])
+def test_fc1_and_its_activation_together_equal_unfused(activation, save_original_input, monkeypatch):
+    """By the way that one kernel takes on a GPU; here its two functions run one after the other. Frozen or not."""
+    monkeypatch.setattr(GroupedMLP, "why_apart", lambda self, path, dtype: None)
+    for frozen in ((), ("0.weight",), ("2.weight",), ("0.weight", "2.weight")):
+        operations = make(activation, bias=False, dtype=torch.bfloat16)
+        operations[0].save_original_input = save_original_input
+        x, scales, dy = data(operations, 24, 21, torch.bfloat16)
+        require_grad(x, scales)
+        fused, unfused = pair(operations)
+        for sequential in (fused, unfused):
+            for name in frozen:
+                sequential.get_parameter(name).requires_grad_(False)
+        way = GroupedLinear.fprop_and_activation
+        with patch.object(GroupedLinear, "fprop_and_activation", autospec=True, side_effect=way) as taken:
+            assert_same_bits(*[run(sequential, x, scales, dy, [9, 0, 10, 2]) for sequential in (fused, unfused)])
+        assert taken.call_count == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", ["SwiGLU", "ScaledSwiGLU"])
 def test_fc1_and_its_activation_by_one_kernel_equal_unfused_on_the_gpu(activation):
@@ -336,7 +356,7 @@ def test_fc1_and_its_activation_by_one_kernel_equal_unfused_on_the_gpu(activatio
         x, scales, dy = data(operations, sum(sizes) + 20, sum(sizes), torch.bfloat16, "cuda", sum(sizes))
         require_grad(x, scales)
         fused, unfused = pair(operations)
-        assert "swiglu in the kernel of FC1 from 256 rows a group on" in fused.explain(dtype=torch.bfloat16)
+        assert "in training in the kernel of FC1 from 256 rows a group on" in fused.explain(dtype=torch.bfloat16)
         on_device = torch.tensor(sizes, device="cuda")
         want = run(unfused, x, scales, dy, on_device)
         for _ in range(3):  # runs, is recorded, is repeated
@@ -565,11 +585,17 @@ def test_it_is_matched_for_every_recipe_dtype_and_device(activation):
 
 
 IN_NO_GRAD = [
-    ({"dtype": torch.bfloat16}, {}, "swiglu recomputed in backward; in no-grad mode in the kernel of FC1]"),
+    (
+        {"dtype": torch.bfloat16},
+        {},
+        "swiglu recomputed in backward; in training apart from FC1: The kernel that stores both adds no bias, and FC1 "
+        "has one.; in no-grad mode in the kernel of FC1]",
+    ),
     (
         {"dtype": torch.bfloat16},
         {"hidden": 256, "inner": 128, "bias": False},
-        "swiglu in the kernel of FC1 from 256 rows a group on, recomputed in backward; in no-grad mode in the kernel",
+        "swiglu recomputed in backward; in training in the kernel of FC1 from 256 rows a group on; in no-grad mode in "
+        "the kernel of FC1]",
     ),
     ({"dtype": torch.float32}, {}, "in no-grad mode apart from FC1: The kernel multiplies bfloat16 and float16"),
     ({"dtype": torch.bfloat16, "recipe": "mxfp8"}, {}, "in no-grad mode apart from FC1: Its kernel multiplies values"),

@@ -138,7 +138,7 @@ def _on_cuda(
     return act
 
 
-def why_not_beside(
+def why_not_both_stored(
     dtype: torch.dtype, weights: tuple[int, int, int], spec: Activation, gpu: tuple[int, int] | None
 ) -> str | None:
     """Why the product, whose result is stored, and the activation are two kernels for any number of rows, as a
@@ -189,8 +189,13 @@ def _both_on_cuda(
     check_activation(shape, spec, scales)
     G, N, K = w.shape
     h = x.new_empty(shape)
-    beside = why_not_beside(x.dtype, (G, N, K), spec, capability(x)) is None and rows and takes_descriptors(x, w, h)
-    if not beside or config_of(x, w, h, transposed=True, tf32=False) != QUEUED_IN_GLUON:
+    why = why_not_both_stored(x.dtype, (G, N, K), spec, capability(x))
+    if (
+        why
+        or not rows
+        or not takes_descriptors(x, w, h)
+        or config_of(x, w, h, transposed=True, tf32=False) != QUEUED_IN_GLUON
+    ):
         return grouped_gemm_tn(x, w, splits, out=h), activation(h, spec, scales)
     act = x.new_empty(activation_shape(shape, spec))
     step = activation_step(spec, scales is not None)

@@ -95,7 +95,7 @@ def free_stage(empty, step, pred=True):
 def load(
     a, b, given, ends, counter_ptr, TRANSPOSED: gl.constexpr, BAND: gl.constexpr, GATED: gl.constexpr = False
 ):  # fmt: skip
-    """GATED: the halves of a tile's columns are of the two halves of C, which b comes in boxes for."""
+    """GATED: of the two boxes of a tile of b, one is of the first half of C and the other of the second."""
     stages, _stagings, full, empty, queue, offsets_ptr, sizes = given
     a_stages, b_boxes, b_stages, _scale_stages = stages
     _rows, _num_groups, R, C = sizes

@@ -20,7 +20,7 @@ def split_columns(acc):
 
 @gluon.jit
 def joined_columns(left, right):
-    """The inverse."""
+    """The inverse of `split_columns`."""
     both = gl.join(left, right).permute([0, 2, 1])
     return both.reshape([left.shape[0], 2 * left.shape[1]])
 
