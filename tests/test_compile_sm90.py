@@ -155,12 +155,12 @@ def launch_queued(dtype: torch.dtype) -> None:
 
 
 def launch_both_stored(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, scales: torch.Tensor) -> None:
-    """FC1 and SwiGLU in one kernel that stores both."""
-    h = x.new_empty(len(x), w.shape[1])
+    """FC1 and SwiGLU in one kernel that stores both, or act alone."""
+    both, act = x.new_empty(len(x), w.shape[1]), x.new_empty(len(x), w.shape[1] // 2)
     for given in (None, scales):
         step = activation_step(Activation("swiglu"), given is not None)
-        about = offsets, given, h, h.new_empty(len(h), h.shape[1] // 2), QUEUED_IN_GLUON, step
-        grouped_activation.m_grouped_activation_gluon(x, w, *about)
+        for h in (both, None):
+            grouped_activation.m_grouped_activation_gluon(x, w, offsets, given, h, act, QUEUED_IN_GLUON, step)
 
 
 def launch_outputs_and_dgrads(rows: int, features: tuple[int, int], dtype: torch.dtype, tf32: bool) -> None:

@@ -253,21 +253,26 @@ def test_both_that_one_kernel_stores_have_the_bits_of_two(case, scales_dtype):
     assert torch.equal(h, expected)
     assert torch.equal(act, activation(expected, spec, None if scales is None else scales.nan_to_num()))
     assert not act[int(o.splits.offsets[-1]) :].any() and not h[int(o.splits.offsets[-1]) :].any()
+    alone = torch.full_like(act, torch.nan)
+    kernels.m_grouped_activation_gluon(o.x, w, o.splits.offsets, scales, None, alone, QUEUED_IN_GLUON, step)
+    assert torch.equal(alone, act)
 
 
 @pytest.mark.gpu
-def test_both_are_stored_by_one_kernel_where_groups_have_many_rows():
+def test_one_kernel_in_gluon_runs_where_groups_have_many_rows():
     for sizes in ([QUEUED_ROWS - 1, QUEUED_ROWS + 2, 300], [QUEUED_ROWS - 1] * 3):
         o = operands(Case(sizes, K=256, N=512), torch.bfloat16, device="cuda")
         together = has_fast_memory(o.x) and sum(sizes) >= 3 * QUEUED_ROWS
+        about, scales = (o.x, o.w, o.splits, spec_of("swiglu")), o.scales
         forget()
         wrapped = kernels.m_grouped_activation_gluon
         with patch.object(kernels, "m_grouped_activation_gluon", wraps=wrapped) as launched:
             for _ in range(3):  # runs, is recorded, is repeated
-                h, act = grouped_gemm_activation(o.x, o.w, o.splits, spec_of("swiglu"), scales_T=o.scales)
+                h, act = grouped_gemm_activation(*about, scales_T=scales)
                 assert torch.equal(h, grouped_gemm_tn(o.x, o.w, o.splits))
-                assert torch.equal(act, activation(h, spec_of("swiglu"), o.scales))
-        assert launched.call_count == (2 if together else 0)
+                assert torch.equal(act, activation(h, spec_of("swiglu"), scales))
+                assert torch.equal(act, grouped_activation(*about, scales_T=scales))
+        assert launched.call_count == (4 if together else 0)
 
 
 @pytest.mark.gpu

@@ -134,7 +134,11 @@ def _on_cuda(
     if why_not_at_once(x.dtype, (G, N, K), spec, capability(x)) or not takes_descriptors(x, w, act):
         return activation(grouped_gemm_tn(x, w, splits, bias_GN=bias), spec, scales)
     bias, scales = (extra if extra is None else extra.contiguous() for extra in (bias, scales))
-    grouped_activation_triton(x, w, offsets, spec, bias, scales, act)
+    if bias is None and _takes_roles(x, w, act, spec):
+        step = activation_step(spec, scales is not None)
+        m_grouped_activation_gluon(x, w, offsets, scales, None, act, QUEUED_IN_GLUON, step)
+    else:
+        grouped_activation_triton(x, w, offsets, spec, bias, scales, act)
     return act
 
 
@@ -142,7 +146,9 @@ def why_not_both_stored(
     dtype: torch.dtype, weights: tuple[int, int, int], spec: Activation, gpu: tuple[int, int] | None
 ) -> str | None:
     """Why the product, whose result is stored, and the activation are two kernels for any number of rows, as a
-    sentence, or None. Arguments: as `why_not_at_once`."""
+    sentence, or None. Arguments: as `why_not_at_once`.
+
+    Without the result the kernel is for the same operands; others take the one in Triton."""
     num_groups, N, K = weights
     if gpu is None:
         return "A CPU runs the product and the activation one after the other."
@@ -187,21 +193,23 @@ def _both_on_cuda(
     check_m_grouped(x, w, splits, None, w_features=2)
     shape = torch.Size((rows, w.shape[1]))
     check_activation(shape, spec, scales)
-    G, N, K = w.shape
     h = x.new_empty(shape)
-    why = why_not_both_stored(x.dtype, (G, N, K), spec, capability(x))
-    if (
-        why
-        or not rows
-        or not takes_descriptors(x, w, h)
-        or config_of(x, w, h, transposed=True, tf32=False) != QUEUED_IN_GLUON
-    ):
+    if not _takes_roles(x, w, h, spec):
         return grouped_gemm_tn(x, w, splits, out=h), activation(h, spec, scales)
     act = x.new_empty(activation_shape(shape, spec))
     step = activation_step(spec, scales is not None)
     scales = scales if scales is None else scales.contiguous()
     m_grouped_activation_gluon(x, w, offsets, scales, h, act, QUEUED_IN_GLUON, step)
     return h, act
+
+
+def _takes_roles(x: Tensor, w: Tensor, out: Tensor, spec: Activation) -> bool:
+    """Whether `m_grouped_activation_gluon` runs. out: h or act."""
+    return (
+        why_not_both_stored(x.dtype, (w.shape[0], w.shape[1], w.shape[2]), spec, capability(x)) is None
+        and takes_descriptors(x, w, out)
+        and config_of(x, w, out, transposed=True, tf32=False) == QUEUED_IN_GLUON
+    )
 
 
 _m_grouped_activation = Launch(m_grouped_activation_kernel)

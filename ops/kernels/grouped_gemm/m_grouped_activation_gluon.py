@@ -1,10 +1,10 @@
-"""FC1 and its gated activation in Gluon, for Hopper and forwards that keep the pre-activation h: h and act are stored.
+"""FC1 and its gated activation in Gluon, for Hopper: act is stored, and h, the pre-activation, where backward needs it.
 
     h = x w_g^T            act = f(h) * scales            w_g [2I, R]: the gate's I rows, then those of the linear part
 
 The roles are those of `m_grouped_gluon`. A tile has 128 columns of the gate and the same 128 of the linear part. It is
 rounded, and stored while the next one is multiplied; meanwhile act is computed of it, box by box. A kernel of its own
-would read h again.
+would read h again. `h` is None where it is not stored.
 
 Import this only where `recipes.triton.gates.why_no_gluon` says None.
 """
@@ -67,8 +67,9 @@ def activated(gate, linear, scale, STEPS: gl.constexpr, CONSTANTS: gl.constexpr)
 def store_part(last, PART: gl.constexpr):
     """Stores the two boxes of the gate, or of the linear part, of a tile."""
     boxes, place, column, h, _act, staging, width, _scales_ptr = last
-    for i in gl.static_range(2):
-        store_box(boxes[2 * PART + i], h, staging, i, place, PART * width + column + i * h.block_shape[3])
+    if h is not None:
+        for i in gl.static_range(2):
+            store_box(boxes[2 * PART + i], h, staging, i, place, PART * width + column + i * h.block_shape[3])
 
 
 @gluon.jit
@@ -132,7 +133,7 @@ def multiply(
     step = 0
     turn = 0
     group, first, size, tile_n = take(queue, turn)
-    boxes = boxes_of_none(h, HEIGHT, BLOCK_N)
+    boxes = boxes_of_none(act, HEIGHT, BLOCK_N)
     z, y, row, column = 1 << 30, 0, 1 << 30, C  # of no rows, and behind the last column: nothing is stored
     while group >= 0:
         if CONSUMER > 0 and CONSUMER * HEIGHT >= size:
@@ -141,7 +142,7 @@ def multiply(
                 free_stage(empty, step + s)
         else:
             last = boxes, (z, y, row), column, h, act, staging, width, scales_ptr
-            boxes = rounded_boxes(sum_and_store(given, last, step, num_steps, CONSUMER, STEPS, CONSTANTS), h)
+            boxes = rounded_boxes(sum_and_store(given, last, step, num_steps, CONSUMER, STEPS, CONSTANTS), act)
             z, y, row = ragged_indices(first, size, CONSUMER * HEIGHT, 1)
             column = tile_n * (BLOCK_N // 2)
         step += num_steps
@@ -152,7 +153,8 @@ def multiply(
         store_part(last, i)
     for i in gl.static_range(2):
         store_act(last, i, STEPS, CONSTANTS)
-    zero_tail(h, staging, offsets_ptr, rows, num_groups, C, CONSUMER, CONSUMERS)
+    if h is not None:
+        zero_tail(h, staging, offsets_ptr, rows, num_groups, C, CONSUMER, CONSUMERS)
     zero_tail(act, staging, offsets_ptr, rows, num_groups, width, CONSUMER, CONSUMERS)
     tma.store_wait(0)
 
@@ -164,7 +166,7 @@ def multiply(
 def m_grouped_activation_gluon_kernel(
     x,  # [T, R]: descriptor of boxes HEIGHT x BLOCK_K, ragged along T
     w,  # [G, 2I, R]: descriptor of boxes of half a tile's columns
-    h,  # [T, 2I]: descriptor of boxes HEIGHT rows high, ragged along T
+    h,  # [T, 2I]: descriptor of boxes HEIGHT rows high, ragged along T; or None
     act,  # [T, I]: the same
     offsets_ptr,  # [G + 1] int64
     scales_ptr,  # [T] or None
@@ -184,7 +186,7 @@ def m_grouped_activation_gluon_kernel(
     BAND: gl.constexpr,
     GROUPS: gl.constexpr,
 ):
-    """h and act, tile after tile of one group; rows of none: 0."""
+    """act, and h if there is memory for it, tile after tile of one group; rows of none: 0."""
     HEIGHT: gl.constexpr = x.block_shape[2]
     CONSUMERS: gl.constexpr = BLOCK_M // HEIGHT
     gl.static_assert(CONSUMERS == 2, "there are no such roles")
@@ -194,7 +196,7 @@ def m_grouped_activation_gluon_kernel(
     x_stages = gl.allocate_shared_memory(x.dtype, [CONSUMERS * STAGES, HEIGHT, BLOCK_K], x_layout)
     w_boxes = gl.allocate_shared_memory(w.dtype, [2 * STAGES, BLOCK_N // 2, BLOCK_K], w_layout)
     w_stages = w_boxes._reinterpret(w.dtype, [STAGES, BLOCK_N, BLOCK_K], w_layout)
-    stagings = allocate_staging(h, BOXES, CONSUMERS)
+    stagings = allocate_staging(act, BOXES, CONSUMERS)
     ends = gl.allocate_shared_memory(gl.int32, [GROUPS], plain)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -223,24 +225,24 @@ _m_grouped_activation = Launch(m_grouped_activation_gluon_kernel)
 
 
 def m_grouped_activation_gluon(
-    x: Tensor, w: Tensor, offsets: Tensor, scales: Tensor | None, h: Tensor, act: Tensor, config: GroupedGemmConfig,
-    step: Step,
+    x: Tensor, w: Tensor, offsets: Tensor, scales: Tensor | None, h: Tensor | None, act: Tensor,
+    config: GroupedGemmConfig, step: Step,
 ) -> None:  # fmt: skip
     """Launches it, of bfloat16 tensors that `takes_descriptors` takes; I is a multiple of half a tile's columns, and R
     is four steps or more. step: a gated activation whose parts are the halves of h."""
-    (rows, R), G, C = x.shape, w.shape[0], h.shape[1]
-    about = chain_constants((step,), (h.dtype,))
-    box = BOX_BYTES // h.itemsize
+    (rows, R), (G, C, _) = x.shape, w.shape
+    about = chain_constants((step,), (act.dtype,))
+    box = HEIGHT, BOX_BYTES // act.itemsize
     _m_grouped_activation(
-        h,
-        min(most_tiles(rows, G, config.block_m) * cdiv(C, config.block_n), multiprocessors(h)),
+        act,
+        min(most_tiles(rows, G, config.block_m) * cdiv(C, config.block_n), multiprocessors(act)),
         with_layout(ragged_descriptor(x, (HEIGHT, config.block_k), axis=0)),
         with_layout(descriptor(w, (1, config.block_n // 2, config.block_k))),
-        with_layout(ragged_descriptor(h, (HEIGHT, box), axis=0)),
-        with_layout(ragged_descriptor(act, (HEIGHT, box), axis=0)),
+        None if h is None else with_layout(ragged_descriptor(h, box, axis=0)),
+        with_layout(ragged_descriptor(act, box, axis=0)),
         offsets,
         scales,
-        torch.zeros(1, dtype=torch.int32, device=h.device),
+        torch.zeros(1, dtype=torch.int32, device=act.device),
         rows,
         G,
         R,
