@@ -163,9 +163,11 @@ WIDE = (8, 512, 256)  # [G, N, K] that the kernel which stores both takes
         (torch.bfloat16, (600, 512, 256), spec_of("swiglu"), HOPPER, "512 groups at most, and there are 600"),
         (torch.bfloat16, WIDE, spec_of("situglu"), HOPPER, "registers for SwiGLU alone, and this is situglu"),
         (torch.bfloat16, WIDE, spec_of("swiglu", 32), HOPPER, "halves of the columns, and glu_interleave_size is 32"),
-        (torch.bfloat16, (8, 384, 256), spec_of("swiglu"), HOPPER, "multiple of 128, and these are 256 and 192"),
+        (torch.bfloat16, (8, 448, 256), spec_of("swiglu"), HOPPER, "multiple of 64, and these are 256 and 224"),
         (torch.bfloat16, (8, 512, 248), spec_of("swiglu"), HOPPER, "256 at least, and"),
         (torch.bfloat16, (8, 512, 260), spec_of("swiglu"), HOPPER, "multiple of 8, 256 at least, and"),
+        (torch.bfloat16, (8, 384, 256), spec_of("swiglu"), HOPPER, "128 features of the activation at a time"),
+        (torch.bfloat16, (8, 640, 256), spec_of("swiglu"), HOPPER, None),
         (torch.bfloat16, WIDE, spec_of("swiglu"), HOPPER, None),
         (torch.bfloat16, WIDE, spec_of("swiglu", 256), HOPPER, None),
     ],
@@ -235,6 +237,9 @@ STORED_SHAPES = {
     "one group": Case([1], K=320, N=256),
     "qwen3-30b-a3b": Case([300, 0, 129, 800, 1, 0, 127, 400], tail=300, K=2048, N=1536),
     "deepseek-v2-lite": Case([700, 0, 64, 500], K=2048, N=2816),
+    "half a tile": Case([300, 0, 65], tail=70, K=256, N=384),
+    "one box": Case([3, 129], K=256, N=128),
+    "gpt-oss": Case([300, 1, 700], tail=3, K=2880, N=5760),
     "deepseek-v3": Case([0, 900, 1700], tail=100, K=7168, N=4096),
 }
 

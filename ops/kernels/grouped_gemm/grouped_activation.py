@@ -58,6 +58,7 @@ if why_no_gluon((9, 0)) is None:
 
 WIDTH = 64  # columns that are stored at once: 128 bytes a row
 LEAST_STEPS = 4  # of a tile, in which the one before is stored, if h is
+LEAST_HALVES = 5  # of a tile's columns, where the last tile has half of them: it takes as long as a whole one
 
 
 def grouped_activation_ref(
@@ -164,14 +165,17 @@ def why_not_both_stored(
         return f"The kernel is for {GLUON_GROUPS} groups at most, and there are {num_groups}."
     if spec.kind != "swiglu":
         return f"The kernel has registers for SwiGLU alone, and this is {spec.kind}."
-    half, least = QUEUED_IN_GLUON.block_n // 2, LEAST_STEPS * QUEUED_IN_GLUON.block_k
-    if spec.glu_interleave_size not in (None, N // 2):
+    least = LEAST_STEPS * QUEUED_IN_GLUON.block_k
+    width = N // 2
+    if spec.glu_interleave_size not in (None, width):
         return f"Its tiles have halves of the columns, and glu_interleave_size is {spec.glu_interleave_size}."
-    if N % (2 * half) or K % 8 or K < least:
+    if width % WIDTH or K % 8 or K < least:
         return (
             f"The kernel takes in features that are a multiple of 8, {least} at least, and features of the activation "
-            f"that are a multiple of {half}, and these are {K} and {N // 2}."
+            f"that are a multiple of {WIDTH}, and these are {K} and {width}."
         )
+    if width % (2 * WIDTH) and width < LEAST_HALVES * WIDTH:
+        return f"The kernel computes {2 * WIDTH} features of the activation at a time, in vain where these are {width}."
     return None
 
 

@@ -65,11 +65,13 @@ def activated(gate, linear, scale, STEPS: gl.constexpr, CONSTANTS: gl.constexpr)
 
 @gluon.jit
 def store_part(last, PART: gl.constexpr):
-    """Stores the two boxes of the gate, or of the linear part, of a tile."""
+    """Stores the two boxes of the gate, or of the linear part, of a tile. What is behind a part's last column is
+    not stored."""
     boxes, place, column, h, _act, staging, width, _scales_ptr = last
     if h is not None:
         for i in gl.static_range(2):
-            store_box(boxes[2 * PART + i], h, staging, i, place, PART * width + column + i * h.block_shape[3])
+            at = column + i * h.block_shape[3]
+            store_box(boxes[2 * PART + i], h, staging, i, place, gl.where(at < width, PART * width + at, 2 * width))
 
 
 @gluon.jit
@@ -228,8 +230,8 @@ def m_grouped_activation_gluon(
     x: Tensor, w: Tensor, offsets: Tensor, scales: Tensor | None, h: Tensor | None, act: Tensor,
     config: GroupedGemmConfig, step: Step,
 ) -> None:  # fmt: skip
-    """Launches it, of bfloat16 tensors that `takes_descriptors` takes; I is a multiple of half a tile's columns, and R
-    is four steps or more. step: a gated activation whose parts are the halves of h."""
+    """Launches it, of bfloat16 tensors that `takes_descriptors` takes; I is a multiple of a box's columns, and R is
+    four steps or more. step: a gated activation whose parts are the halves of h."""
     (rows, R), (G, C, _) = x.shape, w.shape
     about = chain_constants((step,), (act.dtype,))
     box = HEIGHT, BOX_BYTES // act.itemsize
