@@ -19,7 +19,7 @@ from ops.kernels.routing.all_to_all import (
     announce_refusal,
     make_sharded_routing_map,
 )
-from ops.kernels.routing.permute import RoutingMap, combine, dispatch, make_routing_map
+from ops.kernels.routing.permute import RoutingMap, combine, combine_and_return_scales, dispatch, route_scales
 from ops.kernels.routing.symmetric import MULTIPROCESSORS, SymmetricRoutingMap, send
 from ops.kernels.routing.symmetric_buffers import BYTES_BESIDE_ROW, bytes_held
 from ops.kernels.routing.symmetric_memory import why_not_symmetric
@@ -209,12 +209,12 @@ class Dispatch(BasicOperation):
         if self.group is not None:
             return self._forward_over_ranks(ctx, x, probs, indices, self.group)
         self._check(x, probs, indices)
-        routing_map, slot_of_row, sizes = make_routing_map(indices, self.num_experts)
+        routing_map, sizes, scales = route_scales(probs, indices, self.num_experts)
         if ctx.needs_grad:
             ctx.saved = self.Saved(routing_map)
         return GatheredRows(x, routing_map.token_of_row) if ctx.gathers else dispatch(x, routing_map), {
-            "split_sizes": Splits.make(sizes, rows=slot_of_row.shape[0], device=x.device),
-            "scales": probs.flatten().index_select(0, slot_of_row),
+            "split_sizes": Splits.make(sizes, rows=indices.numel(), device=x.device),
+            "scales": scales,
             "routing_map": routing_map,
         }
 
@@ -236,10 +236,13 @@ class Dispatch(BasicOperation):
         if isinstance(routing_map, ShardedRoutingMap):
             return self._backward_over_ranks(ctx, dy, d_extra_outputs.get("scales"), routing_map)
         dx = dprobs = None
-        if dy is not None and ctx.needs.input:
-            dx = combine(dy, routing_map)
         dscales = d_extra_outputs.get("scales")
-        if dscales is not None:
+        if dy is not None and ctx.needs.input:
+            if dscales is not None:
+                dx, dprobs = combine_and_return_scales(dy, dscales, routing_map)
+            else:
+                dx = combine(dy, routing_map)
+        elif dscales is not None:
             rows = routing_map.row_of_slot
             dprobs = dscales.index_select(0, rows.flatten()).view(rows.shape)
         return dx, {}, {"probs": dprobs}

@@ -341,10 +341,13 @@ def launch_permute(rows: int, features: int, dtype: torch.dtype) -> None:
         x, y = torch.empty(rows, features, dtype=dtype), torch.empty(rows * topk, features, dtype=dtype)
         permute.dispatch_triton(x, row_of_slot, y)
         permute.combine_triton(y, row_of_slot, x)
+        permute.combine_triton(y, row_of_slot, x, y[:, 0].contiguous(), torch.empty(rows, topk, dtype=dtype))
         permute.gather_triton(x, row_of_slot.flatten(), y)
     slots = row_of_slot.flatten()
     for num_experts in (1, 128, permute.MOST_EXPERTS):
-        permute.make_routing_map_triton(row_of_slot, row_of_slot, slots, slots, slots.new_empty(num_experts))
+        sizes = slots.new_empty(num_experts)
+        permute.make_routing_map_triton(row_of_slot, row_of_slot, slots, slots, sizes)
+        permute.make_routing_map_triton(row_of_slot, row_of_slot, slots, None, sizes, y[:, 0], y[:, 0])
 
 
 def launch_symmetric(rows: int, features: int, dtype: torch.dtype) -> None:

@@ -16,6 +16,7 @@ from ops.kernels.routing import permute
 from ops.kernels.routing.permute import (
     RoutingMap,
     combine,
+    combine_and_return_scales,
     combine_present,
     combine_ref,
     dispatch,
@@ -24,6 +25,7 @@ from ops.kernels.routing.permute import (
     make_routing_map_ref,
     map_config,
     move_config,
+    route_scales,
 )
 from ops.runner.saved import flatten, unflatten
 from tests.check_operation import DEVICES, DTYPES
@@ -318,6 +320,7 @@ def test_nothing_waits_for_the_device() -> None:
 # Triton 3.6's interpreter turns arrays of one element into loop bounds, which numpy >= 2.4 will refuse.
 on_kernels = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 NARROW = DTYPES[1:]
+PROBS_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 BLOCK = 32
 
 
@@ -329,10 +332,24 @@ def kernels_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_map(indices: Tensor, num_experts: int) -> None:
-    made, expected = make_routing_map(indices, num_experts), make_routing_map_ref(indices, num_experts)
+    made, reference = make_routing_map(indices, num_experts), make_routing_map_ref(indices, num_experts)
     names = ("row_of_slot", "token_of_row", "slot_of_row", "sizes")
-    found, wanted = ((*m[0].tensors(), *m[1:]) for m in (made, expected))
+    found, wanted = ((*m[0].tensors(), *m[1:]) for m in (made, reference))
     assert_same_bits(dict(zip(names, found, strict=True)), dict(zip(names, wanted, strict=True)))
+    for dtype in PROBS_DTYPES:
+        probs = torch.randn(indices.shape[::-1], device=indices.device).to(dtype).t()  # of rows that lie apart
+        routing_map, sizes, scales = route_scales(probs, indices, num_experts)
+        found = (*routing_map.tensors(), scales, sizes)
+        expected = (*wanted[:2], probs.flatten()[wanted[2]], wanted[3])
+        assert_same_bits(dict(zip(names, found, strict=True)), dict(zip(names, expected, strict=True)))
+
+
+def check_returned_scales(rows: Tensor, routing_map: RoutingMap) -> None:
+    slots = routing_map.row_of_slot
+    for dtype in PROBS_DTYPES:
+        scales = torch.randn(2 * slots.numel(), device=rows.device).to(dtype)[::2]
+        y, probs = combine_and_return_scales(rows, scales, routing_map)
+        assert_same_bits({"y": y, "probs": probs}, {"y": combine(rows, routing_map), "probs": scales[slots]})
 
 
 @pytest.mark.launches("count_kernel", "place_kernel", "dispatch_kernel", "combine_kernel")
@@ -351,6 +368,7 @@ def test_kernels_move_rows_as_the_references_do(dtype: torch.dtype, case: Case, 
         {"dispatch": dispatch(x, routing_map), "combine": combine(rows, routing_map)},
         {"dispatch": dispatch_ref(x, indices), "combine": combine_ref(rows, indices)},
     )
+    check_returned_scales(rows, routing_map)
 
 
 @on_kernels
@@ -387,6 +405,7 @@ def test_kernels_move_rows_of_any_width(dtype: torch.dtype, features: int, devic
         {"dispatch": dispatch(x, routing_map), "combine": combine(rows, routing_map)},
         {"dispatch": dispatch_ref(x, indices), "combine": combine_ref(rows, indices)},
     )
+    check_returned_scales(rows, routing_map)
 
 
 @on_kernels
@@ -427,6 +446,7 @@ def test_kernels_take_no_tokens(device: str) -> None:
     routing_map, _, _ = make_routing_map(indices, 4)
     x = torch.empty(0, 8, device=device)
     assert dispatch(x, routing_map).shape == combine(x, routing_map).shape == (0, 8)
+    check_returned_scales(x, routing_map)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -471,6 +491,7 @@ def test_kernels_agree_with_torch_for_many_tokens(skewed: bool) -> None:
         {"dispatch": dispatch(x, routing_map).cpu(), "combine": combine(rows, routing_map).cpu()},
         {"dispatch": dispatch(x.cpu(), on_host), "combine": combine(rows.cpu(), on_host)},
     )
+    check_returned_scales(rows, routing_map)
 
 
 @pytest.mark.gpu

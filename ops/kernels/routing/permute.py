@@ -6,7 +6,8 @@ expert, then token, then slot.
     dispatch   y[row]  = x[token_of_row[row]]
     combine    y[t]    = sum_k x[row_of_slot[t, k]],     k = 0, 1, ...
 
-Each is the backward of the other.
+Each is the backward of the other. With a pair goes its probability, the scale of its row; in backward its gradient
+returns, by the kernels that make the map and that combine.
 
     indices = [[1, 0], [2, 1]], 3 experts  ->  row_of_slot  [[1, 0], [3, 2]]
                                                token_of_row [0, 0, 1, 1]
@@ -154,6 +155,21 @@ def make_routing_map(indices: Tensor, num_experts: int) -> tuple[RoutingMap, Ten
     return RoutingMap(row_of_slot, token_of_row), slot_of_row, sizes
 
 
+def route_scales(probs: Tensor, indices: Tensor, num_experts: int) -> tuple[RoutingMap, Tensor, Tensor]:
+    """The map and the sizes that `make_routing_map` gives, and scales[row] [T topk] in probs' dtype: the probability of
+    the row's pair, of probs [T, topk].
+    """
+    if not runs_in_triton(indices.device, indices.dtype) or num_experts > MOST_EXPERTS:
+        routing_map, slot_of_row, sizes = make_routing_map_ref(indices, num_experts)
+        return routing_map, sizes, probs.flatten().index_select(0, slot_of_row)
+    row_of_slot = torch.empty(indices.shape, dtype=torch.int64, device=indices.device)
+    token_of_row, sizes = row_of_slot.new_empty(indices.numel()), row_of_slot.new_empty(num_experts)
+    probs = probs.contiguous()
+    scales = probs.new_empty(indices.numel())
+    make_routing_map_triton(indices.contiguous(), row_of_slot, token_of_row, None, sizes, probs, scales)
+    return RoutingMap(row_of_slot, token_of_row), sizes, scales
+
+
 def dispatch(x: Tensor, routing_map: RoutingMap) -> Tensor:
     """y[row] = x[token_of_row[row]], for x [T, H]; y [T topk, H]."""
     if not runs_in_triton(x.device, x.dtype):
@@ -182,6 +198,16 @@ def combine(x: Tensor, routing_map: RoutingMap) -> Tensor:
     return y
 
 
+def combine_and_return_scales(x: Tensor, scales: Tensor, routing_map: RoutingMap) -> tuple[Tensor, Tensor]:
+    """`combine`, and scales[row_of_slot] [T, topk]."""
+    rows = routing_map.row_of_slot
+    if not runs_in_triton(x.device, x.dtype) or not x.shape[1]:
+        return combine(x, routing_map), scales.index_select(0, rows.flatten()).view(rows.shape)
+    y, probs = x.new_empty(rows.shape[0], x.shape[1]), scales.new_empty(rows.shape)
+    combine_triton(x.contiguous(), rows, y, scales.contiguous(), probs)
+    return y, probs
+
+
 def combine_present(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """y[i] = sum_k x[rows[i, k]], without the rows that are -1, for x [R, H] and rows [I, K]; y [I, H] in dtype.
 
@@ -200,9 +226,16 @@ _dispatch, _gather, _combine = Launch(dispatch_kernel), Launch(gather_kernel), L
 
 
 def make_routing_map_triton(
-    indices: Tensor, row_of_slot: Tensor, token_of_row: Tensor, slot_of_row: Tensor, sizes: Tensor
+    indices: Tensor,
+    row_of_slot: Tensor,
+    token_of_row: Tensor,
+    slot_of_row: Tensor | None,
+    sizes: Tensor,
+    probs: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> None:
-    """Launch the counting sort. All tensors contiguous; indices of any integer dtype, the others int64."""
+    """Launch the counting sort. All tensors contiguous; indices of any integer dtype, probs and scales of one, the
+    others int64."""
     num_pairs, num_experts = indices.numel(), sizes.numel()
     if not has_work(indices):
         sizes.zero_()
@@ -214,7 +247,7 @@ def make_routing_map_triton(
     _count(indices, num_blocks, indices, counts, local_ends, num_pairs, num_experts, **about)
     ends = counts.flatten().cumsum(0, dtype=torch.int32)
     _place(
-        indices, num_blocks, indices, ends, local_ends, row_of_slot, token_of_row, slot_of_row, sizes,
+        indices, num_blocks, indices, ends, local_ends, probs, row_of_slot, token_of_row, slot_of_row, sizes, scales,
         num_pairs, num_experts, indices.shape[1], **about,
     )  # fmt: skip
 
@@ -232,17 +265,22 @@ def gather_triton(x: Tensor, row_of: Tensor, y: Tensor) -> None:
         _gather(x, programs, x, row_of, y, x.shape[1], BLOCK_H=block_h, num_warps=num_warps)
 
 
-def combine_triton(x: Tensor, row_of_slot: Tensor, y: Tensor) -> None:
-    """Launch combine of x [R, H] into y [T, H], of any dtype. Rows of -1 add nothing. All tensors contiguous."""
-    _move(_combine, x, row_of_slot, y)
+def combine_triton(
+    x: Tensor, row_of_slot: Tensor, y: Tensor, scales: Tensor | None = None, probs: Tensor | None = None
+) -> None:
+    """Launch combine of x [R, H] into y [T, H], of any dtype, and of scales [R] into probs [T, topk]. Rows of -1 add
+    nothing, and have no scales. All tensors contiguous."""
+    _move(_combine, x, row_of_slot, y, scales, probs)
 
 
-def _move(launch: Launch, x: Tensor, row_of_slot: Tensor, y: Tensor) -> None:
+def _move(launch: Launch, x: Tensor, row_of_slot: Tensor, y: Tensor, *scales: Tensor | None) -> None:
     (num_tokens, topk), H = row_of_slot.shape, x.shape[1]
     if not has_work(y):
         return
     block_h, num_warps = move_config(H, x.element_size())
-    launch(x, num_tokens * cdiv(H, block_h), x, row_of_slot, y, H, TOPK=topk, BLOCK_H=block_h, num_warps=num_warps)
+    launch(
+        x, num_tokens * cdiv(H, block_h), x, row_of_slot, y, *scales, H, TOPK=topk, BLOCK_H=block_h, num_warps=num_warps
+    )
 
 
 def _combine_on_torch(x: Tensor, row_of_slot: Tensor, dtype: torch.dtype) -> Tensor:

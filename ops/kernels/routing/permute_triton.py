@@ -1,13 +1,15 @@
 """The Triton kernels of `ops.kernels.routing.permute`, which documents and launches them.
 
 Moving rows: a program handles BLOCK_H columns of one token. dispatch loads them once and stores them topk times;
-combine issues topk loads at once and stores their sum, without those of row -1. gather handles those of one row.
+combine issues topk loads at once and stores their sum, without those of row -1; the first program of a token returns
+the scales of its rows, too. gather handles those of one row.
 
 The map is made by a stable counting sort of the pairs, BLOCK of them in each program:
 
     count    counts[e, b] = pairs of block b that chose e;  local_ends[e, b] = sum of counts[e', b] over e' <= e
     (torch)  ends = inclusive sum of counts in the order of memory: by expert, then block
-    place    the pairs of block b in order: the i-th, of expert e, has row  ends[e, b] - local_ends[e, b] + i
+    place    the pairs of block b in order: the i-th, of expert e, has row  ends[e, b] - local_ends[e, b] + i;
+             scales of rows are the probabilities of their pairs
 
 Invalid indices count for one additional last expert, and so do the positions of a block past the last pair.
 """
@@ -42,8 +44,16 @@ def gather_kernel(x_ptr, row_of_ptr, y_ptr, H, BLOCK_H: tl.constexpr):
 
 
 @triton.jit
-def combine_kernel(x_ptr, row_of_slot_ptr, y_ptr, H, TOPK: tl.constexpr, BLOCK_H: tl.constexpr):
+def combine_kernel(
+    x_ptr, row_of_slot_ptr, y_ptr, scales_ptr, probs_ptr, H, TOPK: tl.constexpr, BLOCK_H: tl.constexpr
+):  # fmt: skip
     token, offs_h = columns(H, BLOCK_H)
+    if scales_ptr is not None:
+        first = tl.program_id(0) % tl.cdiv(H, BLOCK_H) == 0
+        for slot in tl.static_range(TOPK):
+            at = token * TOPK + slot
+            scale = tl.load(scales_ptr + tl.load(row_of_slot_ptr + at), mask=first)
+            tl.store(probs_ptr + at, scale, mask=first)
     row = tl.load(row_of_slot_ptr + token * TOPK)
     y = widen(tl.load(x_ptr + row * H + offs_h, mask=(offs_h < H) & (row >= 0), other=0.0)).to(tl.float32)
     for slot in tl.static_range(1, TOPK):
@@ -76,8 +86,8 @@ def count_kernel(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def place_kernel(
-    indices_ptr, ends_ptr, local_ends_ptr, row_of_slot_ptr, token_of_row_ptr, slot_of_row_ptr, sizes_ptr,
-    num_pairs, num_experts, topk, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
+    indices_ptr, ends_ptr, local_ends_ptr, probs_ptr, row_of_slot_ptr, token_of_row_ptr, slot_of_row_ptr, sizes_ptr,
+    scales_ptr, num_pairs, num_experts, topk, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.num_programs(0)
     first, expert = _experts(indices_ptr, num_pairs, num_experts, BLOCK)
@@ -88,7 +98,10 @@ def place_kernel(
     row = (tl.load(ends_ptr + at) - tl.load(local_ends_ptr + at) + offs).to(tl.int64)
     inside = first + offs < num_pairs
     tl.store(row_of_slot_ptr + pair, row, mask=inside)
-    tl.store(slot_of_row_ptr + row, pair, mask=inside)
+    if slot_of_row_ptr is not None:
+        tl.store(slot_of_row_ptr + row, pair, mask=inside)
+    if probs_ptr is not None:
+        tl.store(scales_ptr + row, tl.load(probs_ptr + pair, mask=inside), mask=inside)
     tl.store(token_of_row_ptr + row, pair // topk, mask=inside)
     if tl.program_id(0) == 0:
         offs_e = tl.arange(0, BLOCK_E)
