@@ -29,7 +29,7 @@ from ops.runner.nested_backward import within_backward
 from ops.runner.not_traced import not_traced
 from ops.runner.operation import BackwardOfBasic, BasicOperation, IndexTensor, OperationContext
 from ops.runner.set_once import SetOnce
-from ops.runner.shapes import check_features, check_matrix, check_parameter_dtype
+from ops.runner.shapes import check_features, check_matrix, check_parameter_dtype, check_shape
 from recipes.amax_reduction import check_group
 from recipes.arguments import as_flag, as_integer, as_number, check_flags, positive_integers
 from recipes.request import PlanRequest
@@ -85,8 +85,9 @@ class Router(BasicOperation):
 
     The buffers stay float32 and int64 when the module is converted. Weights are initialised as in `torch.nn.Linear`.
     Raises TypeError for arguments of another kind, and ValueError for sizes that are not positive, a topk above
-    num_experts, groups that do not divide num_experts or hold too few experts, settings that do not go together, and an
-    x that is not [T, hidden_size]; NotImplementedError for expert_bias with softmax.
+    num_experts, groups that do not divide num_experts or hold too few experts, settings that do not go together, an x
+    that is not [T, hidden_size], and parameters or an expert_bias for another number of experts; NotImplementedError
+    for expert_bias with softmax.
     """
 
     repeatable = True
@@ -243,7 +244,11 @@ class Router(BasicOperation):
         self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]
     ) -> tuple[Tensor, Mapping[str, Any]]:
         check_matrix(x, "tokens", self.hidden_size)
+        check_shape("weight", ctx.held("weight"), (self.num_experts, self.hidden_size))
         bias = _wide(ctx, "bias") if "bias" in ctx.parameter_slots else None
+        for name, of_experts in (("bias", bias), ("expert_bias", self.expert_bias)):
+            if of_experts is not None:
+                check_shape(name, of_experts, (self.num_experts,))
         if ctx.recipe.batch_invariant:
             logits = _row_by_row(x, _wide(ctx, "weight"), bias)
         else:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -393,3 +394,16 @@ def test_an_x_of_another_shape_is_refused_and_what_to_do_is_said(shape: tuple[in
         ops.Router(64, 8, 2)(torch.ones(shape))
     if 64 in shape:
         assert Sequential(ops.Reshape((-1, 64)), ops.Router(64, 8, 2))(torch.ones(shape)).shape[1] == 64
+
+
+@pytest.mark.parametrize(
+    "name, shape, needed",
+    [("weight", (3, 8), [4, 8]), ("weight", (5, 8), [4, 8]), ("bias", (1,), [4]), ("expert_bias", (1,), [4])],
+)
+def test_parameters_for_another_number_of_experts_are_refused(name: str, shape: Any, needed: list[int]) -> None:
+    router = ops.Router(8, 4, topk=2, bias=True, score_function="sigmoid", expert_bias=True)
+    router(torch.rand(6, 8))
+    kind = nn.Buffer if name == "expert_bias" else nn.Parameter
+    setattr(router, name, kind(torch.zeros(shape)))
+    with pytest.raises(ValueError, match=rf"{name} has shape .*, but {re.escape(str(needed))} is needed"):
+        router(torch.rand(6, 8))
