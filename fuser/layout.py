@@ -122,7 +122,7 @@ class Layout:
 
     Raises ValueError if a module consumes a name that only a later one produces, if nothing in the Sequential makes one
     of its `exports`, or if the feature sizes of neighbours (`features`) do not match. Warns where rows are summed whose
-    weights nothing has read (`NamedExtras.weights_of_rows`).
+    weights nothing has read (`NamedExtras.weights_of_rows`). TypeError for a module that was set to None.
     """
 
     def __init__(self, sequential: Container) -> None:
@@ -216,7 +216,7 @@ class Layout:
         """outside: the names that are used outside of this Sequential."""
         if prefix:
             self._contents.append((sequential, _contents(sequential)))
-        used = [self._names_of(module) for module in sequential]
+        used = [self._names_of(module) for module in _members(sequential)]
         for index, module in enumerate(sequential):
             position, label = None if prefix else index, f"{prefix}{index}"
             self._seen.append(_Seen.of(module))
@@ -269,7 +269,7 @@ class Layout:
         asked: set[str] = set()
         made: set[str] = set()
         kept: set[str] = set()
-        for names in map(self._names_of, inner):
+        for names in map(self._names_of, _members(inner)):
             asked |= names.asked - made
             made |= names.made
             kept |= names.kept
@@ -407,6 +407,17 @@ class Layout:
                 except ValueError as error:
                     raise ValueError(f"In operation {label} ({type(operation).__name__}): {error}") from error
                 previous = operation
+
+
+def _members(sequential: Container) -> list[nn.Module]:
+    """Its modules. Raises TypeError for one that was set to None."""
+    for key, module in sequential._modules.items():
+        if module is None:
+            raise TypeError(
+                f"The module {key!r} of a Sequential is None. Assign ops.Identity(), which leaves x as it is, or "
+                "take the module out: pop(index) numbers those behind it anew."
+            )
+    return list(sequential)
 
 
 def _wrapped(module: nn.Module) -> nn.Module:

@@ -165,6 +165,7 @@ class Sequential(Container):
         return taken
 
     def _key(self, index: int) -> str:
+        index = as_integer("index", index)
         if not -len(self) <= index < len(self):
             raise IndexError(f"Index {index} is out of range: the Sequential has {len(self)} modules.")
         return list(self._modules)[index]

@@ -268,6 +268,28 @@ def test_modules_that_are_not_unpacked_are_refused_with_the_mend(given: Any) -> 
         Sequential(given)
 
 
+def test_a_module_that_is_set_to_none_is_named_with_the_mend() -> None:
+    sequential = Sequential(*modules(3))
+    x = torch.ones(4)
+    sequential(x)
+    setattr(sequential, "1", None)
+    with pytest.raises(TypeError, match=r"The module '1' of a Sequential is None. Assign ops.Identity\(\)"):
+        sequential(x)
+    sequential.pop(1)
+    assert len(sequential) == 2
+    sequential(x)
+    outer = Sequential(Sequential(*modules(2)), *modules(1))
+    setattr(outer[0], "0", None)
+    with pytest.raises(TypeError, match=r"The module '0' of a Sequential is None"):
+        outer(x)
+
+
+@pytest.mark.parametrize("index", [slice(0, 2), "1", 1.0])
+def test_an_index_to_set_is_an_integer(index: Any) -> None:
+    with pytest.raises(TypeError, match="index is .*, but must be an integer"):
+        Sequential(*modules(3))[index] = Scale()
+
+
 @pytest.mark.parametrize("add", ["append", "insert", "set", "extend", "construct"])
 def test_what_is_not_a_module_is_refused_and_nothing_changes(add: str) -> None:
     members = modules(2)
