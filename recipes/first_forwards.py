@@ -59,9 +59,13 @@ class FirstForwards:
         """A copy starts without any forwards."""
         return FirstForwards, ()
 
-    def began(self, training: bool) -> ForwardWithGrad | None:
-        """Record the start of a forward outside of any backward. Keep the result as long as its backward can run."""
-        entries = open_entries()
+    def began(self, training: bool, entries: Stack | None = None) -> ForwardWithGrad | None:
+        """Record the start of a forward outside of any backward. Keep the result as long as its backward can run.
+
+        entries: those that are open, if they were read already
+        """
+        if entries is None:
+            entries = open_entries()
         frames = [call.frame for call in checkpoints()]
         if frames:
             with self._lock:

@@ -276,10 +276,7 @@ def current_recipe() -> Recipe:
 
     Raises RuntimeError where the graph of torch.compile broke within a traced `autocast` of a stateful recipe.
     """
-    recipe = recipe_of(open_entries())
-    if seen.inside and keeps_state(recipe):
-        raise RuntimeError(why_not_inside(recipe))
-    return recipe
+    return recipe_in_use(None)
 
 
 def keeps_state(recipe: Recipe) -> bool:
@@ -305,9 +302,13 @@ def recipe_of(entries: Stack) -> Recipe:
     return entries[-1].recipe if entries else _HIGH_PRECISION
 
 
-def recipe_in_use(own: Recipe | None) -> Recipe:
-    """`own`, or the current recipe if that is None; batch invariant where the current one is."""
-    return recipe_within(own, current_recipe())
+def recipe_in_use(own: Recipe | None, entries: Stack | None = None) -> Recipe:
+    """`own`, or the current recipe if that is None; batch invariant where the current one is. Raises as
+    `current_recipe`. entries: those that are open, if they were read already"""
+    recipe = recipe_of(open_entries() if entries is None else entries)
+    if seen.inside and keeps_state(recipe):
+        raise RuntimeError(why_not_inside(recipe))
+    return recipe_within(own, recipe)
 
 
 def current_updates() -> PendingUpdates | None:

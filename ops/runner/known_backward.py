@@ -34,6 +34,7 @@ from ops.runner.context import OperationContext, state_of
 from ops.runner.nested_backward import retains_graph, unreached
 from ops.runner.program import Program
 from ops.runner.quantizer_state import append_states
+from ops.runner.repeat import at_places
 from recipes.amax_reduction import may_reduce
 from recipes.cast_counts import is_counting
 from recipes.effects import recording
@@ -83,29 +84,23 @@ class _KnownStep:
     """What an earlier backward has found.
 
     key: that of what was given; layouts: of all tensors, each once
-    places: of the tensors that forward kept, each where it comes first: what is repeated keeps the same ones twice
     apart: whether all gradients lie in memory of their own that it makes
     order: where each of the gradients stands among what is repeated gives; None if one is computed from that
     """
 
-    __slots__ = ("apart", "key", "layouts", "order", "places", "repeated")
+    __slots__ = ("apart", "key", "layouts", "order", "repeated")
 
-    def __init__(self, repeated: Repeated, key: Sequence[Any], layouts: Layouts, saved: Sequence[Any]) -> None:
+    def __init__(self, repeated: Repeated, key: Sequence[Any], layouts: Layouts) -> None:
         self.repeated, self.key, self.layouts = repeated, key, layouts
         self.apart = False
         self.order: list[int | None] | None = None
-        first: dict[int, int] = {}
-        for place, tensor in enumerate(saved):
-            if tensor is not None:
-                first.setdefault(id(tensor), place)
-        self.places = [*first.values()]
 
     def inputs(self, given: _Given, dy: Tensor, saved: Sequence[Any]) -> tuple[list[Any], list[int]] | None:
         """The tensors that go in, each once, and their addresses, if they lie as those did. None, too, where another
         one than those that forward kept is given twice, or was."""
         if self.key != given.key:
             return None
-        tensors = [*given.held, dy, *[saved[place] for place in self.places], *given.written]
+        tensors = [*given.held, dy, *saved, *given.written]
         addresses = self.layouts.addresses(tensors)
         return None if addresses is None else (tensors, addresses)
 
@@ -153,7 +148,7 @@ class KnownBackward:
         inputs = None if known is None else known.inputs(given, dy, saved)
         if known is None or inputs is None:
             inputs = [], []
-            known = self._looked_up(record, given, dy, saved, *inputs)
+            known = self._looked_up(record, given, dy, saved, fctx.places, *inputs)
             if known is None:
                 return None
             self.last = known
@@ -219,8 +214,9 @@ class KnownBackward:
         return _Given(key, held, at_once, unwanted, contexts, into, written)
 
     def _looked_up(
-        self, record: Record, given: _Given, dy: Tensor, saved: Sequence[Any], tensors: list[Any], addresses: list[int]
-    ) -> _KnownStep | None:
+        self, record: Record, given: _Given, dy: Tensor, saved: Sequence[Tensor], places: Sequence[int | None],
+        tensors: list[Any], addresses: list[int],
+    ) -> _KnownStep | None:  # fmt: skip
         """What an earlier backward has found, or one that ran in full. The tensors are appended, each once, and their
         addresses."""
         try:
@@ -230,10 +226,10 @@ class KnownBackward:
         key = *given.key, lie, *map(_is_inference, tensors)
         known = self.kept.get(key)
         if known is None:
-            repeated = self._found(record, dy, saved, given, tensors)
+            repeated = self._found(record, dy, at_places(saved, places), given, tensors)
             if repeated is None:
                 return None
-            known = _KnownStep(repeated, given.key, Layouts(tensors, addresses), saved)
+            known = _KnownStep(repeated, given.key, Layouts(tensors, addresses))
             if len(self.kept) >= MOST_BACKWARDS:
                 self.kept.clear()
             self.kept[key] = known

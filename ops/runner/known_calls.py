@@ -94,14 +94,14 @@ def call_again(
     kind = type(x)
     if (kind is not Tensor and kind is not Parameter) or not is_on_gpu(x) or x.is_neg():
         return None
-    recipe, with_grad = recipe_in_use(pipeline.recipe), torch.is_grad_enabled()
+    entries = open_entries()
+    recipe, with_grad = recipe_in_use(pipeline.recipe, entries), torch.is_grad_enabled()
     autocasts = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
     terms = recipe, with_grad, training, fusions_version, autocasts, x.dtype
     if terms in pipeline.in_full or not is_ordinary():
         return None
     if torch._C._current_graph_task_id() >= 0 or _top_hooks(True) is not None:  # computed again, or packed
         return None
-    entries = open_entries()
     if not are_ordinary(entries):
         return None
     given = _given(pipeline, x, extras, terms)
@@ -124,7 +124,7 @@ def call_again(
     program, stream = known.program, stream_for(known.repeated)
     if stream is None or program.wrapper.changed() is not None:
         return None
-    first = pipeline.first_forwards.began(training)
+    first = pipeline.first_forwards.began(training, entries)
     call = RepeatedCall(known, given.operations, pipeline, entries, first)
     call.given = tensors, addresses, stream
     if program.keeps_state and with_grad:
@@ -286,11 +286,12 @@ class RepeatedCall:
     """A call that is made again. It has what `ops.runner.node` asks of a `Call`.
 
     given: the tensors that its step gets, their addresses, and the stream
+    kept: what is left for backward, each tensor once; places: which of them each entry is
     """
 
     __slots__ = (
-        "entries", "first_forward", "given", "input_names", "kept", "known", "labels", "operations", "program",
-        "states", "updates",
+        "entries", "first_forward", "given", "input_names", "kept", "known", "labels", "operations", "places",
+        "program", "states", "updates",
     )  # fmt: skip
 
     given_buffers = ()
@@ -324,7 +325,7 @@ class RepeatedCall:
             result = known.step.again(known.repeated, self.operations, *self.given, self.updates)
         except Exception as error:
             raise_located(self.labels, 0, self.program.forward[0].step.of(self.operations), error)
-        self.states, self.kept = result.states, result.kept
+        self.states, self.kept, self.places = result.states, result.distinct, result.places
         y = at_tensor(result.y)
         tensors, addresses, _ = self.given
         if y._is_view() or y.data_ptr() in addresses:

@@ -17,6 +17,7 @@ from ops.runner.input import as_stored
 from ops.runner.names import in_profile
 from ops.runner.nested_backward import retains_graph, unreached
 from ops.runner.not_traced import not_traced
+from ops.runner.repeat import at_places
 from ops.runner.settings import Settings, check_settings, settings_of
 from ops.runner.torch_autocast import without_autocast
 from ops.runner.transforms import refuse_gradients
@@ -47,7 +48,7 @@ class PipelineFunction(torch.autograd.Function):
             call.given_buffers,
         )  # fmt: skip
         fctx.settings = [settings_of(operation) for operation in operations] if known is None else known.settings
-        fctx.known = known
+        fctx.known, fctx.places = known, call.places
         fctx.has_run = False
         fctx.recorded = set() if program.keeps_state else None
         return tuple(outputs)
@@ -72,6 +73,8 @@ class PipelineFunction(torch.autograd.Function):
             _check_settings(record, fctx.settings)
         ran_before = fctx.has_run
         saved = _take_saved(fctx)
+        if fctx.places is not None:
+            saved = at_places(saved, fctx.places)
         if record.program.computed:
             record = with_computed(record, saved)
         if record.first_forward is not None:

@@ -96,17 +96,20 @@ def _holds_tensors(value: Any, seen: tuple[int, ...] = ()) -> bool:
 class StepResult(NamedTuple):
     """What a step gives forward.
 
-    names, outputs: the extra outputs; states, kept: what each operation that it stands for leaves for backward
-    divided, splits: the extra inputs of which it made splits
+    names, outputs: the extra outputs
+    states, distinct, places: what each operation that it stands for leaves for backward, see `distinct_of`
+    divided, rebuilds, splits: the extra inputs of which it made splits, what makes these again, and of which tensors
     """
 
     y: Any
     names: tuple[str, ...]
     outputs: tuple[Any, ...]
     states: tuple[OperationState, ...]
-    kept: tuple[Tensor | None, ...]
+    distinct: tuple[Tensor, ...]
+    places: tuple[int | None, ...]
     divided: tuple[str, ...]
-    splits: tuple[Splits, ...]
+    rebuilds: tuple[Callable[[Sequence[Tensor | None]], Splits], ...]
+    splits: tuple[tuple[Tensor | None, ...], ...]
 
 
 def left_by(context: OperationContext, kept: list[Tensor | None]) -> OperationState:
@@ -125,6 +128,18 @@ def kept_by_each(states: Sequence[OperationState], kept: Sequence[Tensor | None]
     """The tensors of each operation."""
     ends = list(accumulate([state.count for state in states], initial=0))
     return [kept[begin:end] for begin, end in pairwise(ends)]
+
+
+def distinct_of(kept: Sequence[Tensor | None]) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    """The tensors, each once, and which of them each entry is: autograd saves no other entries."""
+    distinct = {id(tensor): tensor for tensor in kept if tensor is not None}
+    order = {identity: place for place, identity in enumerate(distinct)}
+    return tuple(distinct.values()), tuple([None if tensor is None else order[id(tensor)] for tensor in kept])
+
+
+def at_places(distinct: Sequence[Tensor], places: Sequence[int | None]) -> list[Tensor | None]:
+    """What `distinct_of` was given."""
+    return [None if place is None else distinct[place] for place in places]
 
 
 class Noted(NamedTuple):

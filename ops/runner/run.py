@@ -42,7 +42,16 @@ from ops.runner.parameters import computed_names, held_parameters, requires_grad
 from ops.runner.program import Planner, Program, Wiring, plan_unfused
 from ops.runner.quantizer_state import state_names
 from ops.runner.recent import Recent
-from ops.runner.repeat import OperationState, RepeatedStep, StepResult, kept_by_each, left_by, may_repeat
+from ops.runner.repeat import (
+    OperationState,
+    RepeatedStep,
+    StepResult,
+    at_places,
+    distinct_of,
+    kept_by_each,
+    left_by,
+    may_repeat,
+)
 from ops.runner.torch_autocast import dtype_of_autocast, without_autocast
 from ops.runner.transforms import refuse_functionalize, refuse_tangents, within_dual_level
 from recipes.first_forwards import FirstForwards, ForwardWithGrad
@@ -334,10 +343,11 @@ def step_of(call: Any, *, records: bool) -> Iterator[None]:
 class Call:
     """One call of a program: the values of the extra tensors while forward runs, the contexts it leaves behind.
 
-    known: where `ops.runner.known_calls` makes it, what an earlier call has found
+    known, places: where `ops.runner.known_calls` makes it, what an earlier call has found, and see `RepeatedCall`
     """
 
     known = None
+    places = None
 
     def __init__(
         self,
@@ -494,15 +504,19 @@ class Call:
             for index, state in zip(wiring.step.indices, states, strict=True):
                 state.forget_prototype(self.program.contexts[index])
             divided = tuple([name for name, value in before.items() if value is not self.environment[name]])
-            splits = tuple([self.environment[name] for name in divided])
-            return StepResult(y, tuple(outputs), tuple(outputs.values()), tuple(states), tuple(kept), divided, splits)
+            made: list[Splits] = [self.environment[name] for name in divided]
+            return StepResult(
+                y, tuple(outputs), tuple(outputs.values()), tuple(states), *distinct_of(kept), divided,
+                tuple([splits.empty().rebuild for splits in made]), tuple([splits.tensors() for splits in made]),
+            )  # fmt: skip
 
         values = [self._extra(name, kind, x, on_device=True) for _, name, kind in wiring.inputs]
         prepared = tuple([copies and copies.tensors() for copies in weights.values()])
         result = repeated.run(self.operations, tuple(weights), (x, *values, prepared, lent), self.updates, execute)
-        self.environment.update(zip(result.divided, result.splits, strict=True))
+        for name, rebuild, tensors in zip(result.divided, result.rebuilds, result.splits, strict=True):
+            self.environment[name] = rebuild(tensors)
         self.states += result.states
-        self.kept += result.kept
+        self.kept += at_places(result.distinct, result.places)
         return result.y, dict(zip(result.names, result.outputs, strict=True))
 
     def _prepared_weights(self, index: int) -> Any:

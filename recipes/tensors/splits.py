@@ -190,6 +190,10 @@ class Splits:
         host = None if _offsets_alone.get() else self._host
         return Splits(dict(zip(self._tensors, tensors, strict=False)), self.rows, self.num_groups, host)
 
+    def empty(self) -> Splits:
+        """A template to `rebuild` these from, which keeps no tensor alive."""
+        return self.rebuild([None] * len(self.tensors()))
+
     @property
     def layout(self) -> tuple[Any, ...]:
         """All but the tensors' values. Raises TypeError where the sizes are known on the host, which are values."""

@@ -7,12 +7,12 @@ address; constants are its globals:
     def again(tensors, addresses, stream):
         [t0, t1] = tensors
         [a0, a1] = addresses
-        e0 = c0(c1)                        # what allocates on this device, see `_allocator`
-        t2 = e0(c2, c3, c4)                # shape, strides, dtype
+        e0 = c0 if c1() else c2            # what allocates on this device, see `_Source.allocator`
+        t2 = e0(c3, c4, c5)                # shape, strides, dtype
         a2 = t2.data_ptr()
-        c5(132, 1, 1, stream, ..., c14[a0], a1 + 512, a2)      # Triton's C function; c14 holds descriptors by address
+        c6(132, 1, 1, stream, ..., c14[a0], a1 + 512, a2)      # Triton's C function; c14 holds descriptors by address
         del t2
-        return c15(t1, None)
+        return c15(c16, (t1, None))        # a NamedTuple: its class, and what it holds
 
 What the host need not repeat is left out:
 
@@ -27,6 +27,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -288,21 +289,28 @@ class _Source:
     def allocate(self, step: Allocated, number: int) -> None:
         shape, dtype = self._constant(step.shape), self._constant(step.dtype)
         zeros = None
-        if step.zeroed and _compiled_allocator(step.device) is not None:
+        if step.zeroed and _is_compiled_for(step.device) and not _fills_memory():
             zeros = self.zeros(step.device, step.nbytes)
         if step.zeroed and zeros is None:
             made = f"{self._constant(torch.zeros)}({shape}, dtype={dtype}, device={self._constant(step.device)})"
         else:
-            allocator = self.allocators.get(step.device)
-            if allocator is None:
-                allocator = self.allocators[step.device] = f"e{len(self.allocators)}"
-                self.lines.append(f"{allocator} = {self._constant(_allocator)}({self._constant(step.device)})")
-            made = f"{allocator}({shape}, {self._constant(step.strides)}, {dtype})"
+            made = f"{self.allocator(step.device)}({shape}, {self._constant(step.strides)}, {dtype})"
         self.lines.append(f"t{number} = {made}")
         self._address(number)
         if zeros is not None:
             launch = Launched(zeros.compiled, zeros.grid, (TensorPosition(number), *zeros.args), ())
             self.launch(launch, at=lambda number: f"a{number}")
+
+    def allocator(self, device: torch.device) -> str:
+        """The name of what allocates uninitialised memory of this shape, with these strides, of this dtype."""
+        name = self.allocators.get(device)
+        if name is None:
+            name = self.allocators[device] = f"e{len(self.allocators)}"
+            chosen = self._constant(partial(_empty_strided, device))
+            if _is_compiled_for(device):
+                chosen += f" if {self._constant(_fills_memory)}() else {self._constant(_empty_on_gpu)}"
+            self.lines.append(f"{name} = {chosen}")
+        return name
 
     def operate(self, step: Operated) -> None:
         args = [self._filled(arg, self._tensor) for arg in step.args]
@@ -366,7 +374,9 @@ class _Source:
             return f"({items},)"
         if kind is list:
             return f"[{items}]"
-        return f"{self._constant(kind)}({items})" if hasattr(kind, "_fields") else f"{self._constant(kind)}([{items}])"
+        if hasattr(kind, "_fields"):  # past its own __new__, which is a function of Python
+            return f"{self._constant(tuple.__new__)}({self._constant(kind)}, ({items},))"
+        return f"{self._constant(kind)}([{items}])"
 
 
 def _named(letter: str, numbers: Iterable[int]) -> str:
@@ -374,15 +384,13 @@ def _named(letter: str, numbers: Iterable[int]) -> str:
     return f"[{', '.join([f'{letter}{number}' for number in numbers])}]"
 
 
-def _allocator(device: torch.device) -> Callable[..., Any]:
-    """What allocates uninitialised memory of this shape, with these strides, of this dtype."""
-    compiled = _compiled_allocator(device)
-    return compiled or (lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device))
+def _empty_strided(device: torch.device, shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
-def _compiled_allocator(device: torch.device) -> Callable[..., Any] | None:
-    """`_empty_on_gpu`, where it is used."""
-    return _empty_on_gpu if device.type == "cuda" and not _fills_memory() else None
+def _is_compiled_for(device: torch.device) -> bool:
+    """Whether `_empty_on_gpu` allocates there."""
+    return device.type == "cuda" and _empty_on_gpu is not None
 
 
 # ----------------------------------------------------------------------------------------------------------- launches
