@@ -2,8 +2,8 @@
 
 CPU tensors pass for those of a GPU; kernels are compiled for sm_90a, and what they would be launched with is kept in
 place of the launch. For each case it prints, as JSON: how many launches a step has, whether the repeated step launches
-the same kernels with the same arguments (addresses and TMA descriptors apart), how many steps are repeated, and how
-many calls and backwards are made again by one look-up.
+the same kernels with the same arguments (addresses and TMA descriptors apart), how many steps are repeated, how many
+calls and backwards are made again by one look-up, and how many launches of the repeated step make memory 0 as well.
 """
 
 import itertools
@@ -20,6 +20,7 @@ import ops.runner.backward
 import ops.runner.run
 from fuser import Sequential, autocast, constant_weights, lora
 from recipes.triton import repeated, replay
+from recipes.triton.offsets import clamped_offsets_launch
 from recipes.triton.zeros import zeros_launch
 from tests.test_replay import BEFORE, Driver
 
@@ -28,6 +29,7 @@ KINDS = ("fused", "unfused", "main_grad", "norm", "dispatch", "router", "adapter
 EXPERTS, HIDDEN, WIDTH, ROWS = 4, 128, 128, 256
 
 launched: list[tuple[Any, ...]] = []
+zeroed: list[int] = []  # words that launches make 0 besides what they do
 
 
 class Launch:
@@ -82,6 +84,18 @@ def plain(arg: Any) -> Any:
     return "address" if isinstance(arg, Tensor) else "descriptor"
 
 
+def in_full(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a launch as they are in full: without the memory that it makes 0 in a repetition."""
+    offsets = clamped_offsets_launch
+    if args[4] not in [compiled.function for compiled, _ in offsets._compiled.values()]:
+        return args
+    assert offsets.zeroes is not None
+    words = BEFORE + offsets.zeroes.words
+    assert args[0] == 1 + -(-args[words] // offsets.zeroes.of_program)
+    zeroed.extend([args[words]] if args[words] else [])
+    return (1, *args[1:words], 0, *args[words + 1 :])
+
+
 def short_ways(model: Sequential) -> tuple[int, int]:
     """How many calls, and how many backwards, are known well enough to be made again by one look-up."""
     pipeline = model.layout().pipeline
@@ -118,7 +132,7 @@ def main() -> None:
 
     def step(model: Sequential, recipe: str) -> list[Any]:
         x = torch.randn(ROWS, HIDDEN, dtype=torch.bfloat16).requires_grad_()
-        launched.clear()
+        launched.clear(), zeroed.clear()
         with autocast(recipe=None if recipe == "bf16" else recipe):
             given = {"split_sizes": torch.tensor([ROWS // EXPERTS] * EXPERTS), "scales": torch.rand(ROWS)}
             if kind == "router":
@@ -129,7 +143,7 @@ def main() -> None:
         y.backward(torch.randn(ROWS, HIDDEN, dtype=torch.bfloat16))
         zeros = zeros_launch(torch.device("cuda", 0), 16)
         own = zeros.compiled.function  # in place of torch.zeros
-        return [plain((*args[:3], *args[4:5], *args[BEFORE:])) for args in launched if args[4] != own]
+        return [plain((*args[:3], *args[4:5], *args[BEFORE:])) for args in map(in_full, launched) if args[4] != own]
 
     found = {}
     for recipe, kind, once in itertools.product(RECIPES, KINDS, (False, True)):
@@ -148,7 +162,7 @@ def main() -> None:
         steps = [kept for kept in replay._all if not isinstance(kept, replay.Replays)]
         count = sum(type(kept) is repeated.Repeated for step in steps for kept in step.kept.values())
         case = f"{recipe}, {kind}{', weights once' if once else ''}"
-        found[case] = len(launches[True]), launches[True] == launches[False], count, *short_ways(model)
+        found[case] = len(launches[True]), launches[True] == launches[False], count, *short_ways(model), len(zeroed)
     print(json.dumps(found))
 
 

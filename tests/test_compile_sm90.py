@@ -114,7 +114,8 @@ def launch_grouped_gemm(rows: int, features: tuple[int, int], dtype: torch.dtype
     K, N = features
     x, dy, w = (torch.empty(shape, dtype=dtype) for shape in ((rows, K), (rows, N), (GROUPS, N, K)))
     offsets = torch.zeros(GROUPS + 1, dtype=torch.int64)
-    clamped_offsets_triton(torch.empty(GROUPS, dtype=torch.int64), offsets, rows)
+    for aligned in (None, torch.empty_like(offsets)):
+        clamped_offsets_triton(torch.empty(GROUPS, dtype=torch.int64), offsets, aligned, rows, 128)
     aligned_offsets_triton(offsets, torch.empty_like(offsets), 128)
     zero_triton(torch.empty(4, dtype=torch.int32), 4)
     bias, scales, alpha = torch.empty(GROUPS, N, dtype=dtype), torch.empty(rows), torch.empty(GROUPS)

@@ -9,30 +9,36 @@ from recipes.triton.offsets import (
     aligned_offsets,
     aligned_offsets_ref,
     aligned_offsets_triton,
+    clamp_and_zero,
     clamped_offsets,
     clamped_offsets_ref,
     clamped_offsets_triton,
 )
+from recipes.triton.replay import Replays
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
 
 def test_worked_example():
-    assert clamped_offsets(torch.tensor([3, -1, 4, 9, 2]), 10).tolist() == [0, 3, 3, 7, 10, 10]
+    offsets, aligned = clamped_offsets(torch.tensor([3, -1, 4, 9, 2]), 10, 4)
+    assert offsets.tolist() == [0, 3, 3, 7, 10, 10] and aligned.tolist() == [0, 4, 4, 8, 12, 12]
 
 
-def launched(sizes: torch.Tensor, rows: int) -> torch.Tensor:
-    out = torch.empty(sizes.numel() + 1, dtype=torch.int64, device=sizes.device)
-    clamped_offsets_triton(sizes, out, rows)
+def launched(sizes: torch.Tensor, rows: int, block: int = 4) -> torch.Tensor:
+    """The offsets; those aligned, which the same launch makes, are checked."""
+    alone, out, aligned = torch.empty(3, sizes.numel() + 1, dtype=torch.int64, device=sizes.device)
+    clamped_offsets_triton(sizes, alone, None, rows, 1)
+    clamped_offsets_triton(sizes, out, aligned, rows, block)
+    assert torch.equal(alone, out) and torch.equal(aligned, aligned_offsets_ref(out, block))
     return out
 
 
 @pytest.mark.interpreter
 @settings(max_examples=50)
-@given(st.lists(st.integers(-5, 40), min_size=1, max_size=70), st.integers(0, 900))
-def test_kernel_agrees_for_any_sizes_interpreted(sizes, rows):
+@given(st.lists(st.integers(-5, 40), min_size=1, max_size=70), st.integers(0, 900), st.sampled_from([1, 16, 128]))
+def test_kernel_agrees_for_any_sizes_interpreted(sizes, rows, block):
     given_sizes = torch.tensor(sizes)
-    assert torch.equal(launched(given_sizes, rows), clamped_offsets_ref(given_sizes, rows))
+    assert torch.equal(launched(given_sizes, rows, block), clamped_offsets_ref(given_sizes, rows))
 
 
 @pytest.mark.launches("clamped_offsets_kernel")
@@ -50,14 +56,52 @@ def test_kernel_sums_more_groups_than_a_block_and_beyond_32_bits_interpreted(row
     assert torch.equal(launched(sizes, rows), clamped_offsets_ref(sizes, rows))
 
 
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.interpreter, id="interpreter"),
+    pytest.param("cuda", marks=pytest.mark.gpu, id="gpu"),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("words", [1, 2048, 2049, 5000])
+def test_kernel_makes_memory_zero_besides(words, device):
+    sizes, zeroed = torch.tensor([3, 0, 120, 1], device=device), torch.ones(words + 3, dtype=torch.int64, device=device)
+    out, aligned = torch.empty(2, 5, dtype=torch.int64, device=device)
+    clamp_and_zero(sizes, out, aligned, 123, 16, zeroed, words)
+    assert out.tolist() == [0, 3, 3, 123, 123] and aligned.tolist() == [0, 16, 16, 144, 144]
+    assert not zeroed[:words].any() and zeroed[words:].all()
+
+
+@pytest.mark.gpu
+def test_repeated_function_has_its_counters_made_zero():
+    def function(sizes):
+        made = clamped_offsets(sizes, 200, 16)
+        counters = [torch.zeros(n, dtype=torch.int64, device="cuda") for n in (4, 5000)]
+        found = [torch.empty_like(each) for each in counters]
+        for each, copy in zip(counters, found, strict=True):
+            aligned_offsets_triton(each, copy, 1)  # a sum over what is 0
+        return *made, *found
+
+    replays = Replays(function)
+    for _ in range(5):
+        dirty = torch.full((2**26,), 0x7F, dtype=torch.uint8, device="cuda")
+        del dirty
+        offsets, aligned, *zeros = replays(torch.tensor([3, 0, 120, 1], device="cuda"))
+        assert offsets.tolist() == [0, 3, 3, 123, 124] and aligned.tolist() == [0, 16, 16, 144, 160]
+        assert not any(each.any() for each in zeros)
+    assert [found.source.count(", stream, ") for found in replays.kept.values()] == [3]  # launches
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
 @pytest.mark.parametrize("num_groups", [1, 2, 33, 1024, 1025, 5000])
 @pytest.mark.parametrize("rows", [0, 1, 160, 2**33])
 def test_kernel_agrees_with_torch(dtype, num_groups, rows):
     sizes = torch.randint(-5 if dtype.is_signed else 0, 100, (2 * num_groups,), dtype=dtype)[::2]
-    found = clamped_offsets(sizes.cuda(), rows)
-    assert torch.equal(found.cpu(), clamped_offsets_ref(sizes, rows))
+    for block in (None, 1, 16, 128):
+        found, aligned = clamped_offsets(sizes.cuda(), rows, block)
+        assert torch.equal(found.cpu(), clamped_offsets_ref(sizes, rows))
+        assert aligned is None if block is None else torch.equal(aligned, aligned_offsets_ref(found, block))
 
 
 def aligned_launched(offsets: torch.Tensor, block: int) -> torch.Tensor:

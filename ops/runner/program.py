@@ -232,6 +232,10 @@ class Program:
         self.num_parameters = slot
         self.operation_of_slot = [context["index"] for context in self.contexts for _ in context["parameter_slots"]]
         self.needs_grad = upstream
+        # To which casts of x in training align the rows of each group.
+        of_x = request.recipe.quantizer(Role.INPUT) if upstream else None
+        columnwise = None if of_x is None else of_x.copy_spec(columnwise=True)
+        self.alignment = None if columnwise is None else columnwise.alignment
         self.differentiable = frozenset(differentiable)  # the extra tensors that carry a gradient
         self.forward = tuple(self._wire(operations, step) for step in plan.forward)
         self.backward = tuple(self._wire(operations, step) for step in plan.backward)[::-1]

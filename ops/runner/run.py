@@ -558,7 +558,7 @@ class Call:
         if kind is Splits and not (isinstance(value, Splits) and value.rows == x.shape[0]):
             if on_device and isinstance(value, Tensor) and value.device == x.device:
                 return value
-            value = self.environment[name] = _splits_of(value, x)
+            value = self.environment[name] = _splits_of(value, x, self.program.alignment)
         if value is None:
             raise TypeError(f"The extra input {name!r} is None, which is no tensor. Give one.")
         return value
@@ -597,9 +597,9 @@ def _check_extra_outputs(outputs: Any, wiring: Wiring) -> None:
             )
 
 
-def _splits_of(sizes: Any, x: Any) -> Splits:
+def _splits_of(sizes: Any, x: Any, alignment: int | None) -> Splits:
     try:
-        return Splits.make(sizes, rows=x.shape[0], device=x.device)
+        return Splits.make(sizes, rows=x.shape[0], device=x.device, alignment=alignment)
     except ValueError as error:
         if len(x.shape) == 2:
             raise

@@ -51,6 +51,7 @@ class Splits:
         rows: int,
         device: torch.device | str,
         num_groups: int | None = None,
+        alignment: int | None = None,
     ) -> Splits:
         """Splits of a buffer of `rows` rows on `device`.
 
@@ -60,6 +61,8 @@ class Splits:
         Sizes on the host are checked: a negative one or a sum above `rows` is a ValueError. Sizes on the device are
         clamped instead (negative to 0, the sum to `rows`), because looking at them would synchronise, and so are
         sizes without numbers (meta and fake tensors). A sum below `rows` is legal.
+
+        alignment: for which `aligned` will be read, so that sizes on the device are divided and aligned at once
         """
         device = torch.device(device)
         if isinstance(split_sizes, Splits):
@@ -69,7 +72,9 @@ class Splits:
             _check_sizes_tensor(split_sizes)
             on_host = split_sizes.device.type == "cpu" and not is_abstract(split_sizes)
             splits = (
-                checked_splits(split_sizes.tolist(), rows, device) if on_host else clamped_splits(split_sizes, rows)
+                checked_splits(split_sizes.tolist(), rows, device)
+                if on_host
+                else clamped_splits(split_sizes, rows, alignment)
             )
         else:
             splits = checked_splits(_as_ints(split_sizes), rows, device)
@@ -259,9 +264,13 @@ def checked_splits(sizes: list[int], rows: int, device: torch.device) -> Splits:
     return Splits({("offsets", 0): offsets}, rows, len(sizes), sizes)
 
 
-def clamped_splits(sizes: Tensor, rows: int) -> Splits:
+def clamped_splits(sizes: Tensor, rows: int, alignment: int | None = None) -> Splits:
     """Splits of sizes [G] on the device, which is not read: a negative size becomes 0, the offsets end at `rows`."""
-    return Splits({("offsets", 0): clamped_offsets(sizes, rows)}, rows, sizes.numel(), None)
+    offsets, aligned = clamped_offsets(sizes, rows, alignment)
+    tensors: dict[Key, Tensor | None] = {("offsets", 0): offsets}
+    if alignment is not None:
+        tensors["aligned", alignment] = aligned
+    return Splits(tensors, rows, sizes.numel(), None)
 
 
 def _find(offsets: Tensor, length: int) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from recipes.tensors.abstract import is_abstract
 from recipes.triton.gates import JITFunction, warn_of_release, why_no_gluon
-from recipes.triton.repeated import DESCRIPTORS
+from recipes.triton.repeated import DESCRIPTORS, Zeroes
 from recipes.triton.replay import Replays, is_eager
 from recipes.triton.tape import taping
 
@@ -111,10 +111,13 @@ class Launch:
     whether it is 1 or a multiple of 16, and its width, and of a float only that it is one. Triton's hooks at a launch
     run; what its knobs say about compiling (debug, instrumentation) is read when a key is met for the first time.
     Returns what Triton has compiled, and launched; None over an x without numbers (`is_abstract`), where nothing is.
+
+    zeroes: of a kernel that may make memory 0 besides what it does, see `Zeroes`
     """
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Any, zeroes: Zeroes | None = None) -> None:
         self.kernel = kernel
+        self.zeroes = zeroes
         self._compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
     def __call__(self, x: Tensor, programs: int | tuple[int, ...], *args: Any, **constants: Any) -> Any:
@@ -146,7 +149,7 @@ class Launch:
             last = tuple(constants.get(p.name, p.default) for p in self.kernel.params[len(args) :])
             self._compiled[key] = compiled, last
         if taping.tape is not None:
-            taping.tape.launched(compiled, device, grid, (*args, *last))
+            taping.tape.launched(compiled, device, grid, (*args, *last), self.zeroes)
         return compiled
 
     def _check(self, args: tuple[Any, ...]) -> None:

@@ -18,7 +18,8 @@ What the host need not repeat is left out:
 
     views                    of which launches alone need the address: it follows from that of their base
     small temporary memory   of which launches alone need the address: parts of one buffer, or of one that is zeroed,
-                             which lives until the last of them is freed; zeroed memory may be larger
+                             which lives until the last of them is freed; zeroed memory may be larger. A launch before
+                             them may make that 0 (`zeroes` of a `Launch`)
 """
 
 from __future__ import annotations
@@ -100,13 +101,24 @@ class Operated(NamedTuple):
     views_of: tuple[tuple[int, int], ...] | None = None
 
 
+class Zeroes(NamedTuple):
+    """Of a kernel of one program, which makes memory 0 by as many more as that needs: which of its arguments are the
+    address and the number of words of 8 bytes, 0 outside of repetitions, and how many of these a program makes 0."""
+
+    pointer: int
+    words: int
+    of_program: int
+
+
 class Launched(NamedTuple):
-    """A launch. args: `TensorPosition` for tensors, and descriptors over `At`; bases: the tensors of descriptors."""
+    """A launch. args: `TensorPosition` for tensors, and descriptors over `At`; bases: the tensors of descriptors;
+    zeroes: as of a `Launch`."""
 
     compiled: Any
     grid: Grid
     args: tuple[Any, ...]
     bases: tuple[TensorPosition, ...]
+    zeroes: Zeroes | None = None
 
 
 class ZerosLaunch(NamedTuple):
@@ -160,7 +172,8 @@ def prepare(
     """
     memory = _Memory(num_arguments, seen, _needed(seen, result))
     source = _Source(num_arguments, seen, memory, zeros or (lambda device, nbytes: None))
-    for buffer in memory.buffers:
+    buffers, seen = _zeroed_by_launch(seen, memory)
+    for buffer in buffers:
         source.allocate(buffer, buffer.position)
     for step in seen:
         if isinstance(step, Allocated):
@@ -187,6 +200,24 @@ def _needed(seen: Sequence[Seen], result: object) -> set[int]:
         if isinstance(step, Operated) and (step.views_of is None or not needed.isdisjoint(step.made)):
             needed.update(_positions((step.args, tuple(step.kwargs.values()))))
     return needed
+
+
+def _zeroed_by_launch(seen: Sequence[Seen], memory: _Memory) -> tuple[Sequence[Allocated], Sequence[Seen]]:
+    """The buffers and what was seen. If a launch that may make memory 0 comes before all parts of the zeroed buffer, it
+    makes that 0, and the buffer is allocated as any other."""
+    zeroed = next((buffer for buffer in memory.buffers if buffer.zeroed), None)
+    if zeroed is None or not _is_compiled_for(zeroed.device):
+        return memory.buffers, seen
+    first = next(s for s in seen if isinstance(s, Allocated) and memory.at[s.position][0] == zeroed.position)
+    for at, step in enumerate(seen[: seen.index(first)]):
+        if isinstance(step, Launched) and step.zeroes is not None:
+            words, args = zeroed.nbytes // 8, list(step.args)
+            args[step.zeroes.pointer], args[step.zeroes.words] = TensorPosition(first.position), words
+            programs = 1 - (-words // step.zeroes.of_program)
+            launch = step._replace(grid=(programs, 1, 1), args=tuple(args))
+            others = [buffer for buffer in memory.buffers if not buffer.zeroed]
+            return [*others, zeroed._replace(zeroed=False)], [*seen[:at], launch, *seen[at + 1 :]]
+    return memory.buffers, seen
 
 
 class _Memory:

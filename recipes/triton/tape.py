@@ -26,6 +26,7 @@ from recipes.triton.repeated import (
     Seen,
     TensorPosition,
     Written,
+    Zeroes,
     ZerosLaunch,
     prepare,
 )
@@ -121,15 +122,17 @@ class Tape(TorchDispatchMode):
                     self.repeatable = False  # another time it may lie better, or worse
         return result
 
-    def launched(self, compiled: Any, device: int, grid: Grid, args: tuple[Any, ...]) -> None:
-        """compiled(args) was launched, as so many programs along each axis."""
+    def launched(
+        self, compiled: Any, device: int, grid: Grid, args: tuple[Any, ...], zeroes: Zeroes | None = None
+    ) -> None:
+        """compiled(args) was launched, as so many programs along each axis. zeroes: as of a `Launch`."""
         if self.device not in (None, device):
             self.repeatable = False
         self.device = device
         try:
             bases = tuple(self.place(arg.base) for arg in args if type(arg) in DESCRIPTORS)
             placed = tuple(_over_address(arg) if type(arg) in DESCRIPTORS else self.place(arg) for arg in args)
-            self.seen.append(Launched(compiled, grid, placed, bases))
+            self.seen.append(Launched(compiled, grid, placed, bases, zeroes))
         except NotRepeatable:
             self.repeatable = False
 
