@@ -116,15 +116,15 @@ class autocast(ContextDecorator):
             return self._recipe
         if self._entry is not None:
             raise RuntimeError("This autocast is open already. Make one for each `with` statement.")
-        recipe = recipe_within(self._recipe, recipe_of(open_entries()))
         outside = own_entries()
+        recipe = recipe_within(self._recipe, recipe_of(open_entries() if seen.inside else outside))
         self._is_outermost = not outside
         if outside:
             self._entry = ActiveRecipe(self, recipe, outside[0].updates, *self._settings)
         else:
             updates = PendingUpdates(self._group)
             self._entry = ActiveRecipe(self, recipe, updates, *self._settings, if_abandoned=updates.discard)
-        push(self._entry)
+        push(self._entry, outside)
         return recipe
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:

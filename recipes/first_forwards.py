@@ -49,7 +49,7 @@ class FirstForwards:
     """The forwards of one module. `training` separates those of evaluation from the others."""
 
     def __init__(self) -> None:
-        self._with_grad: weakref.WeakSet[ForwardWithGrad] = weakref.WeakSet()
+        self._with_grad: set[weakref.ref[ForwardWithGrad]] = set()  # a WeakSet takes the host longer
         self._without_grad: dict[tuple[bool, Recipe], _WithoutGrad] = {}
         self._of_frames: weakref.WeakKeyDictionary[Frame, list[Stack]] = weakref.WeakKeyDictionary()
         self._again: weakref.WeakKeyDictionary[Hook, int] = weakref.WeakKeyDictionary()  # forwards under these hooks
@@ -72,8 +72,7 @@ class FirstForwards:
                 self._note(frames, entries)
         if torch.is_grad_enabled():
             forward = ForwardWithGrad(training, entries)
-            with self._lock:
-                self._with_grad.add(forward)
+            self._with_grad.add(weakref.ref(forward, self._with_grad.discard))
             return forward
         recipe = recipe_of(entries)
         with self._lock:
@@ -149,7 +148,8 @@ class FirstForwards:
         Forwards that wait for their backward come first, then those whose backward may run again (retain_graph); of a
         recipe one whose scales have moved, which is an error.
         """
-        with_grad = [forward for forward in self._with_grad if forward.training == training]
+        living = [forward for reference in tuple(self._with_grad) if (forward := reference()) is not None]
+        with_grad = [forward for forward in living if forward.training == training]
         with_grad.sort(key=lambda forward: _is_open(forward.entries), reverse=True)
         without_grad = {r: known for (kind, r), known in self._without_grad.items() if kind == training}
         waiting = (

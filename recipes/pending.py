@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recipes.amax_reduction import Amaxes, reduce_amaxes
+from recipes.amax_reduction import Amaxes, may_reduce, reduce_amaxes
 from recipes.casts.amax_history import EndOfStep
 from recipes.casts.amax_history import end_steps as end_steps_of
 from recipes.effects import Effect, perform
@@ -94,8 +94,11 @@ class PendingUpdates:
         end_steps_of(ends)
         return True
 
-    def discard(self) -> None:
-        """Forget what this step recorded: it broke off. What was recorded before enters with the next one."""
+    def discard(self, abandoned: object = None) -> None:
+        """Forget what this step recorded: it broke off. What was recorded before enters with the next one.
+
+        abandoned: as of `ActiveRecipe`
+        """
         before = self._before
         forget({state: quantizer for state, quantizer in self.take().items() if state not in before})
 
@@ -114,12 +117,13 @@ def end_steps(
 
     If that is refused, what was recorded is forgotten. States need no gradients, so that it may run with gradients on.
     """
-    brought = (Amaxes(q.role, q.amax, q.amax_reduction_group) for q in quantizers.values() if q.reduce_amax)
-    try:
-        reduce_amaxes(brought, group, awaited)
-    except BaseException:
-        forget(quantizers)
-        raise
+    if may_reduce():
+        brought = (Amaxes(q.role, q.amax, q.amax_reduction_group) for q in quantizers.values() if q.reduce_amax)
+        try:
+            reduce_amaxes(brought, group, awaited)
+        except BaseException:
+            forget(quantizers)
+            raise
     end_steps_of(tuple([quantizer.end_of_step() for quantizer in quantizers.values()]))
 
 

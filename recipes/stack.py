@@ -26,17 +26,26 @@ _HIGH_PRECISION = HighPrecision()
 
 def key_of(recipe: Recipe) -> str:
     """A text that differs where recipes do; another hash of the same value would be a recipe of its own."""
+    global _last_key
+    last, key = _last_key
+    if last() is recipe:
+        return key
     key = f"{recipe.name} {hash(recipe):x}"
     while (other := _of_key.get(key)) is not recipe and other != recipe:
         if other is None:
             _of_key[key] = recipe
             break
         key += "'"  # Python gives numbers like -1 and -2 one hash
-    return key + _BATCH_INVARIANT if recipe.batch_invariant else key
+    is_held = _of_key.get(key) is recipe  # and so no other one gets this key while it lives
+    key = key + _BATCH_INVARIANT if recipe.batch_invariant else key
+    if is_held:
+        _last_key = weakref.ref(recipe), key
+    return key
 
 
 _BATCH_INVARIANT = " batch_invariant"
 _of_key: WeakValueDictionary[str, Recipe] = WeakValueDictionary()  # as long as a plan, or the caller, holds the recipe
+_last_key: tuple[Callable[[], Recipe | None], str] = (lambda: None), ""  # the recipe, held weakly, and its key
 
 
 def is_batch_invariant(key: str) -> bool:
@@ -85,7 +94,7 @@ class ActiveRecipe:
     """The entry of one `autocast`, open or closed.
 
     holder:       the context manager; the entry is open while it is alive and has not exited
-    if_abandoned: called if the context manager is freed without having exited
+    if_abandoned: called if the context manager is freed without having exited, with the reference to that
     records:      whether amaxes are recorded even though a backward runs
     in_backward:  whether it was opened within a backward
     is_reopened:  whether it is that of an earlier `autocast`, entered again
@@ -114,10 +123,9 @@ class ActiveRecipe:
         keep_weights: Tensor | None = None,
         *,
         records: bool = False,
-        if_abandoned: Callable[[], None] | None = None,
+        if_abandoned: Callable[[object], None] | None = None,
     ) -> None:
-        call = None if if_abandoned is None else lambda _: if_abandoned()
-        self._holder: Callable[[], object] = weakref.ref(holder, call)
+        self._holder: Callable[[], object] = weakref.ref(holder, if_abandoned)
         self.recipe = recipe
         self.key = key_of(recipe)
         self.updates = updates
@@ -225,15 +233,18 @@ def _entry_of_traced(key: str) -> ActiveRecipe:
     return entry
 
 
-def push(entry: ActiveRecipe) -> None:
-    """Add the entry as the innermost one of this thread."""
+def push(entry: ActiveRecipe, outside: Stack) -> None:
+    """Add the entry as the innermost one of this thread, whose `own_entries` are those outside."""
     entry.around = (seen.recipe, True) if seen.inside else None
-    _set((*own_entries(), entry))
+    _set((*outside, entry))
 
 
 def remove(entry: ActiveRecipe) -> None:
     """Close the entry and remove it, even if it is not the innermost one."""
     entry.close()
+    entries = _stack.get()
+    if entries and entries[-1] is entry and not seen.inside:
+        _set(entries[:-1])
     own_entries()
     if entry.around is not None:
         seen.recipe, seen.inside = entry.around
