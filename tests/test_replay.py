@@ -413,6 +413,44 @@ def check_a_buffer_is_freed_with_the_last_part_of_it():
     assert not runs and len(buffers) == 1 and living == [True, False]
 
 
+def check_temporary_memory_is_one_block_where_it_is_allocated_and_freed_together():
+    """Memory that is allocated between two frees, or behind one, would raise the peak: it stays apart."""
+    bytes_of = {"a": 2**17, "b": 2**18, "c": 2**17, "d": 2**17, "e": 2**25}
+    shapes, outs = [], []
+
+    def function(x, order):
+        runs.append("function")
+        living = {}
+        for name in order.split():
+            if name.startswith("-"):
+                del living[name[1:]]
+            else:
+                living[name] = torch.empty(bytes_of[name], dtype=torch.uint8)
+                launch_once(x, living[name].view(torch.float32), 2)
+        return torch.empty(2)
+
+    def sizes(order: str) -> list[int]:
+        replays = Replays(function)
+        replays(x, order), replays(x, order)
+        runs.clear(), shapes.clear()
+        outs[:] = [launch[_at("out")] for launch in launches_of(replays, x, order)]
+        assert not runs and len(outs) == len([name for name in order.split() if name[0] != "-"])
+        return [shape[0] for shape in shapes[:-1]]
+
+    x, allocate = torch.randn(16, 16), torch.empty_strided
+    torch.empty_strided = lambda shape, *rest, **about: shapes.append(shape) or allocate(shape, *rest, **about)
+    try:
+        assert sizes("a b -a -b") == sizes("a b -b -a") == [2**17 + 2**18]
+        assert outs[1] - outs[0] == 2**17
+        assert sizes("a b c -b -a -c d -d") == [2**18 + 2**18, 2**17]
+        assert sizes("a c b -b d -a -c -d") == [2**17 + 2**17, 2**18, 2**17]  # d comes while a and c live on
+        assert sizes("a b -a c -b -c") == [2**17, 2**18, 2**17]
+        assert sizes("a d -a b -b -d") == [2**17, 2**17, 2**18]
+        assert sizes("a e -a -e") == [2**17, 2**25]  # too large
+    finally:
+        torch.empty_strided = allocate
+
+
 def check_memory_is_filled_where_torch_fills_it():
     """Under deterministic algorithms new memory is NaN, also where these are chosen after the recording."""
 

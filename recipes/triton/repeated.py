@@ -20,11 +20,14 @@ What the host need not repeat is left out:
     small temporary memory   of which launches alone need the address: parts of one buffer, or of one that is zeroed,
                              which lives until the last of them is freed; zeroed memory may be larger. A launch before
                              them may make that 0 (`zeroes` of a `Launch`)
+    other temporary memory   of which launches alone need the address: one block for what is allocated, and freed,
+                             together
 """
 
 from __future__ import annotations
 
 import inspect
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
@@ -37,6 +40,7 @@ from recipes.triton.gates import TensorDescriptor, nvidia, why_not_this_release
 
 MOST_ADDRESSES = 256  # of an argument of a launch, for which descriptors are kept
 SMALL, SMALL_ZEROED = 2**16, 2**22  # bytes of temporary memory that may be part of a buffer
+TOGETHER = 2**24  # bytes of other temporary memory that may be part of a block: larger ones may find no place
 _ALIGNMENT = 256  # bytes, of such parts
 
 # What code by torch.compile allocates with on the current GPU: shape, strides, dtype. It takes a quarter of the time of
@@ -179,6 +183,8 @@ def prepare(
         if isinstance(step, Allocated):
             if memory.makes(step.position):
                 source.allocate(step, memory.at[step.position][0])
+            elif step.position in memory.blocks:
+                source.allocate(memory.blocks[step.position], memory.blocks[step.position].position)
         elif isinstance(step, Operated):
             if not step.made or memory.makes(step.made[0]):
                 source.operate(step)
@@ -220,11 +226,46 @@ def _zeroed_by_launch(seen: Sequence[Seen], memory: _Memory) -> tuple[Sequence[A
     return memory.buffers, seen
 
 
+def _together(seen: Sequence[Seen], needed: set[int]) -> list[list[Allocated]]:
+    """The other temporary memory whose tensors nothing needs, in groups: nothing is freed between the allocations of a
+    group, and nothing allocated between its ends. So one block in its place needs no more memory."""
+    root: dict[int, int] = {}  # of views
+    ends: dict[int, int] = {}
+    for at, step in enumerate(seen):
+        if isinstance(step, Operated) and step.views_of is not None:
+            root |= {made: root.get(base, base) for made, (base, _) in zip(step.made, step.views_of, strict=True)}
+        elif isinstance(step, Freed):
+            ends[root.get(step.position, step.position)] = at
+    operated = [at for at, step in enumerate(seen) if isinstance(step, Operated) and step.views_of is None]
+    freed = sorted([*operated, *ends.values()])
+    allocated = sorted([*operated, *(at for at, step in enumerate(seen) if isinstance(step, Allocated))])
+    groups: list[tuple[list[Allocated], int, set[int]]] = []
+    for at, step in enumerate(seen):
+        if not isinstance(step, Allocated) or step.zeroed or step.position in needed:
+            continue
+        if not SMALL < step.nbytes <= TOGETHER:
+            continue
+        end = ends.get(step.position, len(seen))
+        for members, begin, last in groups:
+            if not _any_between(freed, begin, at) and not _any_between(allocated, min(*last, end), max(*last, end)):
+                members.append(step)
+                last.add(end)
+                break
+        else:
+            groups.append(([step], at, {end}))
+    return [members for members, _, _ in groups]
+
+
+def _any_between(places: Sequence[int], begin: int, end: int) -> bool:
+    return bisect_right(places, begin) < bisect_left(places, end)
+
+
 class _Memory:
     """Where in the repetition's tensors each recorded position lies.
 
     at: position -> (number of a tensor of the repetition, offset in bytes)
-    buffers: which small temporary memory shares; their positions are such numbers
+    buffers: which small temporary memory shares; blocks: the same of other temporary memory, by the position of what is
+    allocated first. Their positions are such numbers
     """
 
     def __init__(self, num_arguments: int, seen: Sequence[Seen], needed: set[int]) -> None:
@@ -232,9 +273,16 @@ class _Memory:
         self.buffers: list[Allocated] = []
         for zeroed, most in ((False, SMALL), (True, SMALL_ZEROED)):
             small = [s for s in seen if isinstance(s, Allocated) and s.zeroed == zeroed and s.nbytes <= most]
-            self._share([step for step in small if step.position not in needed], num_arguments + len(self.buffers))
-        self._made: set[int] = set()  # the positions that have a tensor of their own
+            small = [step for step in small if step.position not in needed]
+            if len(small) > 1:
+                self.buffers.append(self._shared(small, num_arguments + len(self.buffers)))
+        self.blocks: dict[int, Allocated] = {}
         count = num_arguments + len(self.buffers)
+        for group in _together(seen, needed):
+            if len(group) > 1:
+                self.blocks[group[0].position] = self._shared(group, count)
+                count += 1
+        self._made: set[int] = set()  # the positions that have a tensor of their own
         for step in seen:
             if isinstance(step, Operated) and step.views_of is not None and needed.isdisjoint(step.made):
                 for position, (base, behind) in zip(step.made, step.views_of, strict=True):
@@ -247,18 +295,17 @@ class _Memory:
                     self.at[position] = count, 0
                     self._made.add(position)
                     count += 1
-        own = {self.at[position][0] for position in self._made} | {buffer.position for buffer in self.buffers}
+        own = {self.at[position][0] for position in self._made}
+        own |= {buffer.position for buffer in (*self.buffers, *self.blocks.values())}
         self._users = Counter(number for number, _ in self.at.values() if number in own)
 
-    def _share(self, small: Sequence[Allocated], number: int) -> None:
-        """Put these into one buffer, the tensor of this number."""
-        if len(small) < 2:
-            return
+    def _shared(self, parts: Sequence[Allocated], number: int) -> Allocated:
+        """The buffer in which these lie now, the tensor of this number."""
         end = 0
-        for step in small:
+        for step in parts:
             self.at[step.position] = number, end
             end += -(-step.nbytes // _ALIGNMENT) * _ALIGNMENT
-        self.buffers.append(Allocated(number, (end,), (1,), torch.uint8, small[0].device, small[0].zeroed))
+        return Allocated(number, (end,), (1,), torch.uint8, parts[0].device, parts[0].zeroed)
 
     def makes(self, position: int) -> bool:
         """Whether the position has a tensor of its own."""
