@@ -26,6 +26,7 @@ from recipes.stack import scale_in_use
 from recipes.tensors.formats import Float8Format, Format, ScaleSpec
 from recipes.tensors.quantizer import Quantizer, StateOfRole, StateShapes, check_form
 from recipes.tensors.spec_quantizer import SpecQuantizer
+from recipes.triton.copies import copied
 
 _SCALE = ("scale",)
 
@@ -158,7 +159,7 @@ class DelayedScalingQuantizer(SpecQuantizer):
         return other
 
     def snapshot(self, device: torch.device) -> Tensor | None:
-        return self._scale(device).clone()
+        return copied(self._scale(device))
 
     def note_cast_with(self, snapshot: Tensor | None) -> None:
         assert self.source is not None and snapshot is not None, "only the operation that holds the state cast before"

@@ -90,10 +90,13 @@ def in_full(args: tuple[Any, ...]) -> tuple[Any, ...]:
     if args[4] not in [compiled.function for compiled, _ in offsets._compiled.values()]:
         return args
     assert offsets.zeroes is not None
-    words = BEFORE + offsets.zeroes.words
-    assert args[0] == 1 + -(-args[words] // offsets.zeroes.of_program)
-    zeroed.extend([args[words]] if args[words] else [])
-    return (1, *args[1:words], 0, *args[words + 1 :])
+    plainly = [1, *args[1:]]
+    for _, words in offsets.zeroes.pairs:
+        at = BEFORE + words
+        assert args[0] >= 1 + -(-args[at] // offsets.zeroes.of_program)
+        zeroed.extend([args[at]] if args[at] else [])
+        plainly[at] = 0
+    return tuple(plainly)
 
 
 def short_ways(model: Sequential) -> tuple[int, int]:

@@ -74,6 +74,7 @@ from recipes.mxfp8 import MXFP8Quantizer
 from recipes.tensors.formats import E4M3, E5M2
 from recipes.tensors.quantizer import QuantizedBuffers
 from recipes.tensors.splits import Splits
+from recipes.triton.copies import copy_triton
 from recipes.triton.gates import why_no_gluon, why_not_this_release
 from recipes.triton.meeting import empty_meetings
 from recipes.triton.offsets import aligned_offsets_triton, clamped_offsets_triton
@@ -118,6 +119,7 @@ def launch_grouped_gemm(rows: int, features: tuple[int, int], dtype: torch.dtype
         clamped_offsets_triton(torch.empty(GROUPS, dtype=torch.int64), offsets, aligned, rows, 128)
     aligned_offsets_triton(offsets, torch.empty_like(offsets), 128)
     zero_triton(torch.empty(4, dtype=torch.int32), 4)
+    copy_triton(torch.empty(GROUPS), torch.empty(GROUPS))
     bias, scales, alpha = torch.empty(GROUPS, N, dtype=dtype), torch.empty(rows), torch.empty(GROUPS)
     no_descriptors = [tensor[:1].expand(rows, -1) for tensor in (dy, x)]
     if rows == MANY_ROWS and features == ALIGNED and dtype.itemsize == 2:

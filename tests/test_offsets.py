@@ -66,10 +66,11 @@ DEVICES = [
 @pytest.mark.parametrize("words", [1, 2048, 2049, 5000])
 def test_kernel_makes_memory_zero_besides(words, device):
     sizes, zeroed = torch.tensor([3, 0, 120, 1], device=device), torch.ones(words + 3, dtype=torch.int64, device=device)
+    few = torch.ones(12, dtype=torch.int64, device=device)
     out, aligned = torch.empty(2, 5, dtype=torch.int64, device=device)
-    clamp_and_zero(sizes, out, aligned, 123, 16, zeroed, words)
+    clamp_and_zero(sizes, out, aligned, 123, 16, (zeroed, words), (few, 5))
     assert out.tolist() == [0, 3, 3, 123, 123] and aligned.tolist() == [0, 16, 16, 144, 144]
-    assert not zeroed[:words].any() and zeroed[words:].all()
+    assert not zeroed[:words].any() and zeroed[words:].all() and not few[:5].any() and few[5:].all()
 
 
 @pytest.mark.gpu
@@ -80,7 +81,7 @@ def test_repeated_function_has_its_counters_made_zero():
         found = [torch.empty_like(each) for each in counters]
         for each, copy in zip(counters, found, strict=True):
             aligned_offsets_triton(each, copy, 1)  # a sum over what is 0
-        return *made, *found
+        return *made, *found, torch.zeros(6, dtype=torch.int64, device="cuda")
 
     replays = Replays(function)
     for _ in range(5):

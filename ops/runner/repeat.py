@@ -111,6 +111,20 @@ class StepResult(NamedTuple):
     rebuilds: tuple[Callable[[Sequence[Tensor | None]], Splits], ...]
     splits: tuple[tuple[Tensor | None, ...], ...]
 
+    @classmethod
+    def of(
+        cls, y: Any, outputs: Mapping[str, Any], states: Sequence[OperationState], kept: Sequence[Tensor | None],
+        divided: tuple[str, ...], splits: Sequence[Splits],
+    ) -> StepResult:  # fmt: skip
+        return cls(
+            y, tuple(outputs), tuple(outputs.values()), tuple(states), *distinct_of(kept), divided,
+            tuple([each.empty().rebuild for each in splits]), tuple([each.tensors() for each in splits]),
+        )  # fmt: skip
+
+    @property
+    def kept(self) -> list[Tensor | None]:
+        return at_places(self.distinct, self.places)
+
 
 def left_by(context: OperationContext, kept: list[Tensor | None]) -> OperationState:
     """What the forward of an operation has left on its context; the tensors are appended to `kept`."""
@@ -137,7 +151,7 @@ def distinct_of(kept: Sequence[Tensor | None]) -> tuple[tuple[Tensor, ...], tupl
     return tuple(distinct.values()), tuple([None if tensor is None else order[id(tensor)] for tensor in kept])
 
 
-def at_places(distinct: Sequence[Tensor], places: Sequence[int | None]) -> list[Tensor | None]:
+def at_places(distinct: Sequence[Tensor | None], places: Sequence[int | None]) -> list[Tensor | None]:
     """What `distinct_of` was given."""
     return [None if place is None else distinct[place] for place in places]
 

@@ -42,16 +42,7 @@ from ops.runner.parameters import computed_names, held_parameters, requires_grad
 from ops.runner.program import Planner, Program, Wiring, plan_unfused
 from ops.runner.quantizer_state import state_names
 from ops.runner.recent import Recent
-from ops.runner.repeat import (
-    OperationState,
-    RepeatedStep,
-    StepResult,
-    at_places,
-    distinct_of,
-    kept_by_each,
-    left_by,
-    may_repeat,
-)
+from ops.runner.repeat import OperationState, RepeatedStep, StepResult, kept_by_each, left_by, may_repeat
 from ops.runner.torch_autocast import dtype_of_autocast, without_autocast
 from ops.runner.transforms import refuse_functionalize, refuse_tangents, within_dual_level
 from recipes.first_forwards import FirstForwards, ForwardWithGrad
@@ -504,11 +495,7 @@ class Call:
             for index, state in zip(wiring.step.indices, states, strict=True):
                 state.forget_prototype(self.program.contexts[index])
             divided = tuple([name for name, value in before.items() if value is not self.environment[name]])
-            made: list[Splits] = [self.environment[name] for name in divided]
-            return StepResult(
-                y, tuple(outputs), tuple(outputs.values()), tuple(states), *distinct_of(kept), divided,
-                tuple([splits.empty().rebuild for splits in made]), tuple([splits.tensors() for splits in made]),
-            )  # fmt: skip
+            return StepResult.of(y, outputs, states, kept, divided, [self.environment[name] for name in divided])
 
         values = [self._extra(name, kind, x, on_device=True) for _, name, kind in wiring.inputs]
         prepared = tuple([copies and copies.tensors() for copies in weights.values()])
@@ -516,7 +503,7 @@ class Call:
         for name, rebuild, tensors in zip(result.divided, result.rebuilds, result.splits, strict=True):
             self.environment[name] = rebuild(tensors)
         self.states += result.states
-        self.kept += at_places(result.distinct, result.places)
+        self.kept += result.kept
         return result.y, dict(zip(result.names, result.outputs, strict=True))
 
     def _prepared_weights(self, index: int) -> Any:

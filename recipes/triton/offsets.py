@@ -31,14 +31,15 @@ def clamped_offsets_config(num_groups: int) -> int:
     return min(1024, max(32, next_power_of_2(num_groups)))
 
 
-@triton.jit(do_not_specialize=["words", "num_groups", "rows", "block"])
+@triton.jit(do_not_specialize=["words", "few_words", "num_groups", "rows", "block"])
 def clamped_offsets_kernel(
-    sizes_ptr, offsets_ptr, aligned_ptr, zeroed_ptr, words, num_groups, rows, block, BLOCK: tl.constexpr,
-    WORDS: tl.constexpr,
+    sizes_ptr, offsets_ptr, aligned_ptr, zeroed_ptr, words, few_zeroed_ptr, few_words, num_groups, rows, block,
+    BLOCK: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(0) > 0:
         offs_w = (tl.program_id(0) - 1) * WORDS + tl.arange(0, WORDS)
         tl.store(zeroed_ptr + offs_w, tl.zeros([WORDS], tl.int64), mask=offs_w < words)
+        tl.store(few_zeroed_ptr + offs_w, tl.zeros([WORDS], tl.int64), mask=offs_w < few_words)
         return
     before = tl.cast(0, tl.int64)
     before_aligned = tl.cast(0, tl.int64)
@@ -101,23 +102,24 @@ def aligned_offsets(offsets: Tensor, block: int) -> Tensor:
     return out
 
 
-clamped_offsets_launch = Launch(clamped_offsets_kernel, zeroes=Zeroes(pointer=3, words=4, of_program=WORDS))
+clamped_offsets_launch = Launch(clamped_offsets_kernel, zeroes=Zeroes(((3, 4), (5, 6)), WORDS))
 _aligned_offsets = Launch(aligned_offsets_kernel)
 
 
 @launcher("fuser::clamped_offsets", mutates=["out", "aligned"])
 def clamped_offsets_triton(sizes: Tensor, out: Tensor, aligned: Tensor | None, rows: int, block: int) -> None:
     """Launches the kernel. sizes [G], and out and aligned [G + 1] int64, are contiguous."""
-    clamp_and_zero(sizes, out, aligned, rows, block, out, 0)
+    clamp_and_zero(sizes, out, aligned, rows, block, (out, 0), (out, 0))
 
 
 def clamp_and_zero(
-    sizes: Tensor, out: Tensor, aligned: Tensor | None, rows: int, block: int, zeroed: Tensor, words: int
+    sizes: Tensor, out: Tensor, aligned: Tensor | None, rows: int, block: int, *zeroed: tuple[Tensor, int]
 ) -> None:
-    """The same, which makes the first `words` of contiguous int64 0 as well, as a repetition has it do."""
+    """The same, which makes the first words of two contiguous tensors of int64 0 as well, as a repetition has it do."""
     num_groups = sizes.numel()
+    programs = 1 + max(cdiv(words, WORDS) for _, words in zeroed)
     clamped_offsets_launch(
-        out, 1 + cdiv(words, WORDS), sizes, out, aligned, zeroed, words, num_groups, rows, block,
+        out, programs, sizes, out, aligned, *zeroed[0], *zeroed[1], num_groups, rows, block,
         BLOCK=clamped_offsets_config(num_groups), WORDS=WORDS,
     )  # fmt: skip
 

@@ -106,11 +106,13 @@ class Operated(NamedTuple):
 
 
 class Zeroes(NamedTuple):
-    """Of a kernel of one program, which makes memory 0 by as many more as that needs: which of its arguments are the
-    address and the number of words of 8 bytes, 0 outside of repetitions, and how many of these a program makes 0."""
+    """Of a kernel of one program, which makes memory 0 by as many more as that needs.
 
-    pointer: int
-    words: int
+    pairs: which of its arguments are addresses and numbers of words of 8 bytes, 0 outside of repetitions; those behind
+        the first are at most what one program makes 0, of_program
+    """
+
+    pairs: tuple[tuple[int, int], ...]
     of_program: int
 
 
@@ -176,9 +178,9 @@ def prepare(
     """
     memory = _Memory(num_arguments, seen, _needed(seen, result))
     source = _Source(num_arguments, seen, memory, zeros or (lambda device, nbytes: None))
-    buffers, seen = _zeroed_by_launch(seen, memory)
-    for buffer in buffers:
-        source.allocate(buffer, buffer.position)
+    first, seen = _zeroed_by_launch(seen, memory)
+    for step in first:
+        source.allocate(step, step.position)
     for step in seen:
         if isinstance(step, Allocated):
             if memory.makes(step.position):
@@ -209,21 +211,31 @@ def _needed(seen: Sequence[Seen], result: object) -> set[int]:
 
 
 def _zeroed_by_launch(seen: Sequence[Seen], memory: _Memory) -> tuple[Sequence[Allocated], Sequence[Seen]]:
-    """The buffers and what was seen. If a launch that may make memory 0 comes before all parts of the zeroed buffer, it
-    makes that 0, and the buffer is allocated as any other."""
-    zeroed = next((buffer for buffer in memory.buffers if buffer.zeroed), None)
-    if zeroed is None or not _is_compiled_for(zeroed.device):
+    """What is allocated first, and what is done then. A launch that may make memory 0 makes the zeroed buffer and small
+    memory of zeros 0, if these come behind it: they are allocated first, as any other memory."""
+    at = next((at for at, step in enumerate(seen) if isinstance(step, Launched) and step.zeroes is not None), None)
+    if at is None:
         return memory.buffers, seen
-    first = next(s for s in seen if isinstance(s, Allocated) and memory.at[s.position][0] == zeroed.position)
-    for at, step in enumerate(seen[: seen.index(first)]):
-        if isinstance(step, Launched) and step.zeroes is not None:
-            words, args = zeroed.nbytes // 8, list(step.args)
-            args[step.zeroes.pointer], args[step.zeroes.words] = TensorPosition(first.position), words
-            programs = 1 - (-words // step.zeroes.of_program)
-            launch = step._replace(grid=(programs, 1, 1), args=tuple(args))
-            others = [buffer for buffer in memory.buffers if not buffer.zeroed]
-            return [*others, zeroed._replace(zeroed=False)], [*seen[:at], launch, *seen[at + 1 :]]
-    return memory.buffers, seen
+    launch: Any = seen[at]
+    pairs, most = launch.zeroes.pairs, 8 * launch.zeroes.of_program
+    before = {memory.at[step.position][0] for step in seen[:at] if isinstance(step, Allocated)}
+    behind: dict[int, Allocated] = {}  # what of each tensor comes first
+    for step in seen[at:]:
+        if isinstance(step, Allocated) and step.zeroed and _is_compiled_for(step.device):
+            behind.setdefault(memory.at[step.position][0], step)
+    shared = [buffer for buffer in memory.buffers if buffer.position in behind.keys() - before]
+    alone = [step._replace(position=number) for number, step in behind.items() if memory.makes(step.position)]
+    chosen = [*shared, *(step for step in alone if step.nbytes % 8 == 0 and 0 < step.nbytes <= most)][: len(pairs)]
+    args = list(launch.args)
+    for (pointer, words), step in zip(pairs, chosen, strict=False):
+        args[pointer], args[words] = TensorPosition(behind[step.position].position), step.nbytes // 8
+    programs = 1 + max((-(-step.nbytes // most) for step in chosen), default=0)
+    numbers = {step.position for step in chosen}
+    first = [buffer for buffer in memory.buffers if buffer.position not in numbers]
+    first += [step._replace(zeroed=False) for step in chosen]
+    made = {behind[step.position] for step in chosen if memory.makes(behind[step.position].position)}
+    done = [*seen[:at], launch._replace(grid=(programs, 1, 1), args=tuple(args)), *seen[at + 1 :]]
+    return first, [step for step in done if not (isinstance(step, Allocated) and step in made)]
 
 
 def _together(seen: Sequence[Seen], needed: set[int]) -> list[list[Allocated]]:
