@@ -148,7 +148,7 @@ class FirstForwards:
         Forwards that wait for their backward come first, then those whose backward may run again (retain_graph); of a
         recipe one whose scales have moved, which is an error.
         """
-        living = [forward for reference in tuple(self._with_grad) if (forward := reference()) is not None]
+        living = [forward for reference in self._with_grad.copy() if (forward := reference()) is not None]
         with_grad = [forward for forward in living if forward.training == training]
         with_grad.sort(key=lambda forward: _is_open(forward.entries), reverse=True)
         without_grad = {r: known for (kind, r), known in self._without_grad.items() if kind == training}
