@@ -179,8 +179,8 @@ def prepare(
     memory = _Memory(num_arguments, seen, _needed(seen, result))
     source = _Source(num_arguments, seen, memory, zeros or (lambda device, nbytes: None))
     first, seen = _zeroed_by_launch(seen, memory)
-    for step in first:
-        source.allocate(step, step.position)
+    for memory_of_parts in first:
+        source.allocate(memory_of_parts, memory_of_parts.position)
     for step in seen:
         if isinstance(step, Allocated):
             if memory.makes(step.position):
