@@ -297,3 +297,17 @@ def test_signs_are_those_in_memory(alone):
     assert torch.equal(y, expected[0])
     for mine, other in zip(found, torch.autograd.grad(expected, (z, w), (given[2], given[3])), strict=True):
         assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "Sequential"])
+def test_zero_tensors_of_autograd_get_memory(alone):
+    one = SeesSigns()
+    model = one if alone else Sequential(one)
+    x, other = (torch.randn(3, WIDTH, requires_grad=True) for _ in range(2))
+    y, extra = model(x, other=other, outputs=("more",))
+    nothing = torch._efficientzerotensor(y.shape)
+    one.fuser_backward = lambda ctx, dy, d_extra: given.extend([dy, d_extra["more"]]) or (dy, {}, {"other": dy})
+    given: list[torch.Tensor] = []
+    found = torch.autograd.grad((y, extra["more"]), (x, other), (nothing, nothing))
+    assert len(given) == 2 and all(t.data_ptr() and not t.any() for t in given)
+    assert not any(grad.any() for grad in found)

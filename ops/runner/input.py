@@ -29,8 +29,16 @@ def as_input(x: Any) -> Tensor:
 
 
 def as_stored(tensor: Tensor) -> Tensor:
-    """The tensor, with its signs in memory: of z.conj().imag there are the others, and kernels read memory."""
-    return tensor.resolve_neg() if type(tensor) in _PLAIN and tensor.is_neg() else tensor
+    """The tensor, with its numbers in memory, which kernels read: of z.conj().imag the other signs are there, and of a
+    zero tensor of autograd nothing."""
+    if type(tensor) not in _PLAIN or is_stored(tensor):
+        return tensor
+    return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_neg()
+
+
+def is_stored(tensor: Tensor) -> bool:
+    """Whether the numbers of a plain tensor are those in its memory."""
+    return not (tensor.is_neg() or tensor._is_zerotensor())
 
 
 def check_local(tensors: Iterable[tuple[str, Any]]) -> None:

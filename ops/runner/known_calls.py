@@ -27,6 +27,7 @@ from torch.nn import Parameter
 
 from ops.runner.backward import raise_located
 from ops.runner.context import at_tensor
+from ops.runner.input import is_stored
 from ops.runner.known_backward import KnownBackward, is_ordinary
 from ops.runner.node import apply_in_eager_mode, as_output
 from ops.runner.program import Program
@@ -92,7 +93,7 @@ def call_again(
 ) -> Tensor | None:
     """y of a call that was made before; None: make it in full, `pipeline(x, extras, ...)`."""
     kind = type(x)
-    if (kind is not Tensor and kind is not Parameter) or not is_on_gpu(x) or x.is_neg():
+    if (kind is not Tensor and kind is not Parameter) or not is_on_gpu(x) or not is_stored(x):
         return None
     entries = open_entries()
     recipe, with_grad = recipe_in_use(pipeline.recipe, entries), torch.is_grad_enabled()
@@ -163,7 +164,7 @@ def _given(pipeline: Pipeline, x: Tensor, extras: Mapping[str, Any], terms: tupl
     for name in pipeline.consumed:
         value: Any = extras.get(name)
         kind = type(value)
-        if (kind is not Tensor and kind is not Parameter) or value.is_neg():
+        if (kind is not Tensor and kind is not Parameter) or not is_stored(value):
             return None
         extra.append(value)
     tensors += extra
