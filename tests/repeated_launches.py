@@ -90,6 +90,8 @@ def in_full(args: tuple[Any, ...]) -> tuple[Any, ...]:
     if args[4] not in [compiled.function for compiled, _ in offsets._compiled.values()]:
         return args
     assert offsets.zeroes is not None
+    if len(args) == BEFORE + 1:  # since Triton 3.7 those of the kernel are a tuple
+        args = *args[:BEFORE], *args[BEFORE]
     plainly = [1, *args[1:]]
     for _, words in offsets.zeroes.pairs:
         at = BEFORE + words
