@@ -1,10 +1,10 @@
 """NT of `grouped_gemm.float8` in Gluon, for Hopper: the warps of a program have roles, as in `high_precision_nt_gluon`.
 
-A program takes tile after tile. One warp loads (TMA) into a ring of stages, consumers of four warps multiply (wgmma),
-each 64 rows of the tile by all of its columns, and store their rows: while one stores, the others multiply. Groups have
-few steps of 128 codes, so a tile may take as long to store as to multiply: 16-bit rows are stored while the next tile
-is multiplied (`stores_gluon`; LATE), but for split accumulation with scales of rows and columns, for which there are no
-registers. Which tile is next: `tile_queue_gluon`.
+A program takes tile after tile, the largest groups first. One warp loads (TMA) into a ring of stages, consumers of four
+warps multiply (wgmma), each 64 rows of the tile by all of its columns, and store their rows: while one stores, the
+others multiply. Groups have few steps of 128 codes, so a tile may take as long to store as to multiply: 16-bit rows are
+stored while the next tile is multiplied (`stores_gluon`; LATE), but for split accumulation with scales of rows and
+columns, for which there are no registers. Which tile is next: `tile_queue_gluon`.
 
     scales per tensor, or of rows and columns
                          128 x 256, two consumers; split accumulation: `split_accumulation_gluon`
