@@ -4,8 +4,9 @@
     act = f(h) * scales                        (Scaled)SwiGLU and similar activations
     y   = act W2_g^T + (scales) b2_g           FC2
 
-A joint fusion: it saves x, h and the scales for backward, and recomputes act there. FC1 and the activation are one
-kernel unless `why_apart` says why; where nothing needs a gradient h is not stored, unless `why_pre_activation` does.
+A joint fusion: it saves x, h and the scales for backward, and recomputes act there. FC1 and the activation, quantized
+with scales that are given, are one kernel unless `why_apart` says why; where nothing needs a gradient h is not stored,
+unless `why_pre_activation` does.
 Every value that the unfused operations would store is rounded as they round it, so both give the same codes and, where
 the order of summation is the same, the same bits. Adapters (`ops.lora`) of FC1 and FC2 are their own affair: they add
 their products in `fprop` and `dgrad`, for which act and dh are there as values, too.
@@ -41,9 +42,16 @@ from ops.kernels.elementwise.activation import (
     dactivation,
 )
 from ops.kernels.elementwise.dactivation_cast import fits
+from ops.kernels.grouped_gemm.float8_activation import why_not_cast_at_once
 from ops.kernels.grouped_gemm.grouped_activation import why_not_at_once, why_not_both_stored
 from ops.kernels.grouped_gemm.tile_rules import QUEUED_ROWS
-from ops.products.paths import Path, casts_in_backward, choose_path, how_cast_as_computed
+from ops.products.paths import (
+    Path,
+    casts_in_backward,
+    casts_with_given_scales,
+    choose_path,
+    how_cast_as_computed,
+)
 from ops.runner.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
 from ops.runner.parameters import parameter_dtype
 from recipes.recipe import Role
@@ -139,19 +147,25 @@ class GroupedMLP(FusedOperation):
             return ""
         path = choose_path(request)
         why, why_in_no_grad = self.why_apart(path, request.dtype), self.why_pre_activation(path, request.dtype)
-        training = f"apart from FC1: {why}" if why else f"in the kernel of FC1 from {QUEUED_ROWS} rows a group on"
-        no_grad = f"apart from FC1: {why_in_no_grad}" if why_in_no_grad else "in the kernel of FC1"
+        together = f"in the kernel of FC1 from {QUEUED_ROWS} rows a group on"
+        training = f"apart from FC1: {why}" if why else together
+        no_grad = together if self._quantizes(path) else "in the kernel of FC1"
+        no_grad = f"apart from FC1: {why_in_no_grad}" if why_in_no_grad else no_grad
         if training == no_grad:
             return f"; in training and in no-grad mode {training}"
         return f"; in training {training}; in no-grad mode {no_grad}"
 
     def why_pre_activation(self, path: Path, dtype: torch.dtype) -> str | None:
         """Why h is stored although no backward needs it, as a sentence; None: FC1 and the activation are one kernel."""
+        if self._quantizes(path):
+            return self.why_apart(path, dtype)
         return self._why_two_kernels(path) or why_not_at_once(dtype, self._weights, self.activation, path.capability)
 
     def why_apart(self, path: Path, dtype: torch.dtype) -> str | None:
         """Why FC1 and the activation are two kernels where h is stored, for any number of rows, as a sentence."""
         if why := self._why_two_kernels(path):
+            return why
+        if self._quantizes(path) and (why := self._why_cast_apart(path)):
             return why
         if self.fc1.use_bias:
             return "The kernel that stores both adds no bias, and FC1 has one."
@@ -159,6 +173,9 @@ class GroupedMLP(FusedOperation):
             return "The kernel that stores both is for layers that ranks do not divide."
         if self.fc2.reads_values:
             return "The adapter of FC2 reads the activation."
+        if self._quantizes(path):
+            split = path.recipe.split_accumulator("fprop")
+            return why_not_cast_at_once(dtype, self._weights, self.activation, split, path.capability)
         return why_not_both_stored(dtype, self._weights, self.activation, path.capability)
 
     @property
@@ -170,12 +187,24 @@ class GroupedMLP(FusedOperation):
         """Why FC1 and the activation are two kernels in either mode, as a sentence, or None."""
         if path.name == "split":
             return "The SplitPath multiplies group by group."
-        if any(path.recipe.quantizer(role) is not None for role in (Role.INPUT, Role.WEIGHT)):
-            return "Its kernel multiplies values, and this recipe quantizes."
         if path.recipe.batch_invariant:
             return "A batch-invariant recipe multiplies with the kernel of training."
         if self.fc1.reads_values:
             return "The adapter's product is added to FC1's before the activation."
+        return None
+
+    @staticmethod
+    def _quantizes(path: Path) -> bool:
+        return any(path.recipe.quantizer(role) is not None for role in (Role.INPUT, Role.WEIGHT))
+
+    @staticmethod
+    def _why_cast_apart(path: Path) -> str | None:
+        """Why the activation is not quantized in the kernel of FC1 under this recipe, as a sentence, or None."""
+        inputs, weights = (path.recipe.quantizer(role) for role in (Role.INPUT, Role.WEIGHT))
+        if inputs is None or weights is None:
+            return "Its kernel multiplies values or codes, and this recipe quantizes one operand alone."
+        if not casts_with_given_scales(inputs) or weights.float8_scaling(False) != "tensor":
+            return "Its kernel quantizes with one scale a group that is given before, as delayed scaling has it."
         return None
 
     def fuser_forward(
@@ -188,30 +217,55 @@ class GroupedMLP(FusedOperation):
         x_q = self.fc1.input_operand(fc1_ctx, x, splits)
         needs_grad = any(ctx.needs_grad for ctx in ctxs)
         scales_of_bias = scales if self.fc2.scale_bias else None
-        if not (needs_grad or self.why_pre_activation(path, fc1_ctx.dtype)):
+        quantizer = fc2_ctx.quantizer(Role.INPUT)
+        if quantizer is None and not (needs_grad or self.why_pre_activation(path, fc1_ctx.dtype)):
             act = self.fc1.fprop_activation(fc1_ctx, x_q, self.activation, scales if self.scaled else None)
             act_q = path.quantize(act, splits, None, rowwise=True, columnwise=False)
             return self.fc2.fprop(fc2_ctx, act_q, act, splits, scales_of_bias), {}
-        # act is not saved, so its columnwise copy is made in backward.
-        quantizer = fc2_ctx.quantizer(Role.INPUT)
-        of_act = scales if self.scaled else None
-        rows: Tensor | None = None
-        meetings: Tensor | None = None
-        if self.why_apart(path, fc1_ctx.dtype) is None:
-            h, rows = self.fc1.fprop_and_activation(fc1_ctx, x_q, x, splits, self.activation, of_act)
-        else:
-            h = self.fc1.fprop(fc1_ctx, x_q, x, splits, None)
-            if self.fc2.reads_values:
-                rows = activation(h, self.activation, of_act)
-        if rows is None:
-            act_q, meetings = self._act(path, h, scales, splits, quantizer, rowwise=True, columnwise=False)
-        else:
-            act_q = path.quantize(rows, splits, quantizer, rowwise=True, columnwise=False)
+        h, act_q, rows, meetings = self._hidden(fc1_ctx, x_q, x, splits, scales, quantizer, stores_h=needs_grad)
         y = self.fc2.fprop(fc2_ctx, act_q, x if rows is None else rows, splits, scales_of_bias, keeps_x=False)
         if needs_grad:
             act_scale = None if quantizer is None else quantizer.snapshot(x.device)
+            assert h is not None, "it was to be stored"
             act_ctx.saved = self.Saved(h, scales, act_scale, meetings)
         return y, {}
+
+    def _hidden(
+        self,
+        ctx: OperationContext,
+        x_q: Any,
+        x: Any,
+        splits: Splits,
+        scales: Tensor | None,
+        quantizer: Quantizer | None,
+        *,
+        stores_h: bool,
+    ) -> tuple[Tensor | None, Any, Tensor | None, Tensor | None]:
+        """FC1 and the activation, as FC2 multiplies it: the rowwise copy alone, since act is not saved and backward
+        makes the other. Returns h, which may be None if it is not to be stored, act's copy, its values where they are
+        in memory, and where its amaxes were found. ctx: FC1's; quantizer: of act."""
+        path = ctx.path
+        of_act = scales if self.scaled else None
+        copies: dict[str, Any] = {"rowwise": True, "columnwise": False}
+        together = self.why_apart(path, ctx.dtype) is None
+        rows: Tensor | None = None
+        if together and quantizer is None:
+            h, rows = self.fc1.fprop_and_activation(ctx, x_q, x, splits, self.activation, of_act)
+        elif together:
+            shape = activation_shape(torch.Size((splits.rows, self.fc1.own_out_features)), self.activation)
+            into = path.quantized_buffers(shape, ctx.dtype, splits, quantizer, **copies, whole_rows=True)
+            if into is not None and into.scale is not None:
+                about = x_q, x, splits, self.activation, of_act, into
+                return self.fc1.fprop_and_cast(ctx, *about, stores_h=stores_h), into.copies, None, None
+            h = self.fc1.fprop(ctx, x_q, x, splits, None)
+        else:
+            h = self.fc1.fprop(ctx, x_q, x, splits, None)
+            if self.fc2.reads_values:
+                rows = activation(h, self.activation, of_act)
+        if rows is not None:
+            return h, path.quantize(rows, splits, quantizer, **copies), rows, None
+        act_q, meetings = self._act(path, h, scales, splits, quantizer, **copies)
+        return h, act_q, None, meetings
 
     def fuser_backward(
         self, ctxs: Sequence[OperationContext], dy: Any, d_extra_outputs: Mapping[str, Tensor]

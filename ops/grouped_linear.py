@@ -31,7 +31,7 @@ from recipes.recipe import Recipe, Role
 from recipes.request import PlanRequest
 from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantized_parameter import QuantizedParameter
-from recipes.tensors.quantizer import Quantizer
+from recipes.tensors.quantizer import QuantizedBuffers, Quantizer
 from recipes.tensors.splits import Splits
 from recipes.triton.tape import call_again
 
@@ -406,6 +406,26 @@ class GroupedLinear(OperationWithWeights):
         h, act = ctx.path.fprop_and_activation(x_q, self.weight_operand(ctx, rowwise=True), spec, scales)
         self._keep(ctx, x_q, x, splits, None, True)
         return h if out is None else out.copy_(h), act
+
+    def fprop_and_cast(
+        self,
+        ctx: OperationContext,
+        x_q: Any,
+        x: Any,
+        splits: Splits,
+        spec: Activation,
+        scales: Tensor | None,
+        into: QuantizedBuffers,
+        *,
+        stores_h: bool,
+    ) -> Tensor | None:
+        """The same for rows and weights that are codes, f(h) scales quantized into these buffers. h may be None if it
+        is not to be stored."""
+        out = self.buffer(ctx, "output", x, self.own_out_features)
+        weights = self.weight_operand(ctx, rowwise=True)
+        h = ctx.path.fprop_and_cast(x_q, weights, spec, scales, into, stores_h=stores_h)
+        self._keep(ctx, x_q, x, splits, None, True)
+        return h if out is None or h is None else out.copy_(h)
 
     def fprop_activation(self, ctx: OperationContext, x_q: Any, spec: Activation, scales: Tensor | None) -> Tensor:
         """f(x_g W_g^T + b_g) scales, for rows and weights that are not quantized; not of a layer divided by row."""

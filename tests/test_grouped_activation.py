@@ -152,7 +152,7 @@ def test_a_refusal_is_a_sentence(dtype, weights, spec, gpu, sentence):
     assert sentence in why_not_at_once(dtype, weights, spec, gpu)
 
 
-WIDE = (8, 512, 256)  # [G, N, K] that the kernel which stores both takes
+WIDE = (8, 512, 384)  # [G, N, K] that the kernel which stores both takes
 
 
 @pytest.mark.parametrize(
@@ -160,14 +160,14 @@ WIDE = (8, 512, 256)  # [G, N, K] that the kernel which stores both takes
     [
         (torch.bfloat16, WIDE, spec_of("swiglu"), None, "A CPU runs the product and the activation"),
         (torch.float16, WIDE, spec_of("swiglu"), HOPPER, "multiplies bfloat16, and these are float16"),
-        (torch.bfloat16, (600, 512, 256), spec_of("swiglu"), HOPPER, "512 groups at most, and there are 600"),
+        (torch.bfloat16, (600, 512, 384), spec_of("swiglu"), HOPPER, "512 groups at most, and there are 600"),
         (torch.bfloat16, WIDE, spec_of("situglu"), HOPPER, "registers for SwiGLU alone, and this is situglu"),
         (torch.bfloat16, WIDE, spec_of("swiglu", 32), HOPPER, "halves of the columns, and glu_interleave_size is 32"),
-        (torch.bfloat16, (8, 448, 256), spec_of("swiglu"), HOPPER, "multiple of 64, and these are 256 and 224"),
-        (torch.bfloat16, (8, 512, 248), spec_of("swiglu"), HOPPER, "256 at least, and"),
-        (torch.bfloat16, (8, 512, 260), spec_of("swiglu"), HOPPER, "multiple of 8, 256 at least, and"),
-        (torch.bfloat16, (8, 384, 256), spec_of("swiglu"), HOPPER, "128 features of the activation at a time"),
-        (torch.bfloat16, (8, 640, 256), spec_of("swiglu"), HOPPER, None),
+        (torch.bfloat16, (8, 448, 384), spec_of("swiglu"), HOPPER, "multiple of 64, and these are 384 and 224"),
+        (torch.bfloat16, (8, 512, 376), spec_of("swiglu"), HOPPER, "384 at least, and"),
+        (torch.bfloat16, (8, 512, 388), spec_of("swiglu"), HOPPER, "multiple of 8, 384 at least, and"),
+        (torch.bfloat16, (8, 384, 384), spec_of("swiglu"), HOPPER, "128 features of the activation at a time"),
+        (torch.bfloat16, (8, 640, 384), spec_of("swiglu"), HOPPER, None),
         (torch.bfloat16, WIDE, spec_of("swiglu"), HOPPER, None),
         (torch.bfloat16, WIDE, spec_of("swiglu", 256), HOPPER, None),
     ],
@@ -232,13 +232,13 @@ def test_bits_of_models_are_those_of_two_kernels(case, interleave):
 
 
 STORED_SHAPES = {
-    "small": Case([0, 300, 1, 64, 0, 65, 700], tail=5, K=256, N=512),
-    "all empty": Case([0, 0, 0], tail=70, K=256, N=256),
-    "one group": Case([1], K=320, N=256),
+    "small": Case([0, 300, 1, 64, 0, 65, 700], tail=5, K=384, N=512),
+    "all empty": Case([0, 0, 0], tail=70, K=384, N=256),
+    "one group": Case([1], K=400, N=256),
     "qwen3-30b-a3b": Case([300, 0, 129, 800, 1, 0, 127, 400], tail=300, K=2048, N=1536),
     "deepseek-v2-lite": Case([700, 0, 64, 500], K=2048, N=2816),
-    "half a tile": Case([300, 0, 65], tail=70, K=256, N=384),
-    "one box": Case([3, 129], K=256, N=128),
+    "half a tile": Case([300, 0, 65], tail=70, K=384, N=384),
+    "one box": Case([3, 129], K=384, N=128),
     "gpt-oss": Case([300, 1, 700], tail=3, K=2880, N=5760),
     "deepseek-v3": Case([0, 900, 1700], tail=100, K=7168, N=4096),
 }
@@ -266,7 +266,7 @@ def test_both_that_one_kernel_stores_have_the_bits_of_two(case, scales_dtype):
 @pytest.mark.gpu
 def test_one_kernel_in_gluon_runs_where_groups_have_many_rows():
     for sizes in ([QUEUED_ROWS - 1, QUEUED_ROWS + 2, 300], [QUEUED_ROWS - 1] * 3):
-        o = operands(Case(sizes, K=256, N=512), torch.bfloat16, device="cuda")
+        o = operands(Case(sizes, K=384, N=512), torch.bfloat16, device="cuda")
         together = has_fast_memory(o.x) and sum(sizes) >= 3 * QUEUED_ROWS
         about, scales = (o.x, o.w, o.splits, spec_of("swiglu")), o.scales
         forget()

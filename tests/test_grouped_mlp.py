@@ -352,7 +352,7 @@ def test_fc1_and_its_activation_by_one_kernel_equal_unfused_on_the_gpu(activatio
     if not tile_rules.has_fast_memory():
         pytest.skip("FC1 and its activation are one kernel on an H200.")
     for sizes in ([300, 0, 500, 400], [1024, 0, 0, 0], [256, 257, 255, 256]):
-        operations = make(activation, hidden=256, inner=384, bias=False, dtype=torch.bfloat16, device="cuda")
+        operations = make(activation, hidden=384, inner=384, bias=False, dtype=torch.bfloat16, device="cuda")
         x, scales, dy = data(operations, sum(sizes) + 20, sum(sizes), torch.bfloat16, "cuda", sum(sizes))
         require_grad(x, scales)
         fused, unfused = pair(operations)

@@ -27,11 +27,12 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from ops.kernels.elementwise.activation import Activation
+from ops.kernels.elementwise.activation import Activation, activation_cast
 from ops.kernels.elementwise.chain import Step
-from ops.kernels.elementwise.chain_cast import why_no_cast
+from ops.kernels.elementwise.chain_cast import cast_kind, why_no_cast
 from ops.kernels.elementwise.dactivation_cast import casts_alone, fits_gluon
 from ops.kernels.grouped_gemm.bias_grad import grouped_bias_grad
+from ops.kernels.grouped_gemm.float8_activation import grouped_gemm_activation_cast
 from ops.kernels.grouped_gemm.grouped_activation import grouped_activation, grouped_gemm_activation
 from ops.kernels.grouped_gemm.grouped_gemm import Operands, k_grouped, m_grouped, without_row_factors
 from ops.kernels.grouped_gemm.operands import accumulator_like
@@ -228,6 +229,28 @@ class GroupedPath:
         """h[t] = x[t] w_g^T and f(h[t]) * scales[t], of x and w that are not quantized."""
         assert x.data is not None, "its operands are not quantized"
         return grouped_gemm_activation(x.data, w, x.splits, spec, scales_T=scales)
+
+    def fprop_and_cast(
+        self,
+        x: GroupedTensor,
+        w: QuantizedTensor,
+        spec: Activation,
+        scales: Tensor | None,
+        into: QuantizedBuffers,
+        *,
+        stores_h: bool,
+    ) -> Tensor | None:
+        """h[t] = x[t] w_g^T of codes, and f(h[t]) * scales[t] quantized into these buffers, whose scales are given. h
+        may be None if it is not to be stored."""
+        pair = float8_operands("TN", x, w, self.capability)
+        split = self.recipe.split_accumulator("fprop")
+        if pair is None or x.dtype != torch.bfloat16:
+            h = self.fprop(x, w)
+            activation_cast(h, spec, scales, into)
+            return h
+        return grouped_gemm_activation_cast(
+            *pair, x.splits, spec, into, scales_T=scales, stores_h=stores_h, split_accumulation=split
+        )
 
     def _finish(
         self,
@@ -457,6 +480,13 @@ def casts_as_computed(
     if device.type != "cuda" or dtype == torch.float64 or not isinstance(quantizer, SpecQuantizer):
         return False
     return quantizer.casts_by_spec() and why_no_cast(quantizer.spec, grouped=True, columns=columns, runs=runs) is None
+
+
+def casts_with_given_scales(quantizer: Quantizer) -> bool:
+    """Whether rows in groups are cast to FP8 with one scale each, which is known before."""
+    if not (isinstance(quantizer, SpecQuantizer) and quantizer.casts_by_spec()):
+        return False
+    return cast_kind(quantizer.spec) == "given"
 
 
 def casts_in_backward(

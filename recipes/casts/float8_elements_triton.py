@@ -45,6 +45,12 @@ def word_of_four(form: str) -> str:
     return f"{{ .reg .b16 lo, hi; {convert} lo, $2, $1; {convert} hi, $4, $3; mov.b32 $0, {{lo, hi}}; }}"
 
 
+@triton.constexpr_function
+def pair_of_codes(form: str) -> str:
+    """Assembly: two float32 registers become a word of two codes, the first lower."""
+    return f"cvt.rn.satfinite.{form[:4].lower()}x2.f32 $0, $2, $1;"
+
+
 @triton.jit
 def _clamped(x, FORM: tl.constexpr):
     """x between the largest numbers of a format; NaN stays NaN."""
@@ -98,6 +104,17 @@ def float8_words(x0, x1, x2, x3, FORM: tl.constexpr, NATIVE: tl.constexpr):
         low = float8_codes(x0, FORM, NATIVE).to(tl.uint32) | (float8_codes(x1, FORM, NATIVE).to(tl.uint32) << 8)
         high = float8_codes(x2, FORM, NATIVE).to(tl.uint32) | (float8_codes(x3, FORM, NATIVE).to(tl.uint32) << 8)
         return low | (high << 16)
+
+
+@triton.jit
+def float8_pairs(x0, x1, FORM: tl.constexpr):
+    """The codes of two float32 tensors as 16-bit words, that of x0 lower; by the GPU's own instruction alone, and not
+    for words whose bytes are read by themselves (see `float8_codes`). FORM: as there."""
+    if has_own_largest(FORM):
+        x0, x1 = _clamped(x0, FORM), _clamped(x1, FORM)
+    return tl.inline_asm_elementwise(
+        pair_of_codes(FORM), "=h,f,f", [x0, x1], dtype=tl.int16, is_pure=True, pack=1
+    )  # fmt: skip
 
 
 @triton.jit

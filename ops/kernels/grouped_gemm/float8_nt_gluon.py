@@ -481,7 +481,7 @@ def k_grouped_float8_gluon_kernel(
     for i in gl.static_range(CONSUMERS * STAGES):
         mbarrier.init(empty.index(i), count=1)
     queue = make_queue(4, CONSUMERS + (2 if FETCH else 0) + (1 if LAYOUT == "row" else 0))
-    rank_groups(offsets_ptr, num_groups, ranks)
+    rank_groups(offsets_ptr, num_groups, ranks, False)
     stages = dy_stages, x_stages, dy_scale_stages, x_scale_stages
     sizes = num_groups, N, K
     given = stages, full, empty, queue, sizes

@@ -57,7 +57,7 @@ if why_no_gluon((9, 0)) is None:
     from ops.kernels.grouped_gemm.m_grouped_activation_gluon import m_grouped_activation_gluon
 
 WIDTH = 64  # columns that are stored at once: 128 bytes a row
-LEAST_STEPS = 4  # of a tile, in which the one before is stored, if h is
+LEAST_STEPS = 6  # of a tile, in which the one before is stored
 LEAST_HALVES = 5  # of a tile's columns, where the last tile has half of them: it takes as long as a whole one
 
 
@@ -150,7 +150,7 @@ def why_not_both_stored(
     sentence, or None. Arguments: as `why_not_at_once`.
 
     Without the result the kernel is for the same operands; others take the one in Triton."""
-    num_groups, N, K = weights
+    num_groups = weights[0]
     if gpu is None:
         return "A CPU runs the product and the activation one after the other."
     if why := why_no_gluon(gpu):
@@ -163,16 +163,24 @@ def why_not_both_stored(
         return f"The kernel multiplies bfloat16, and these are {str(dtype).removeprefix('torch.')}."
     if num_groups > GLUON_GROUPS:
         return f"The kernel is for {GLUON_GROUPS} groups at most, and there are {num_groups}."
+    return why_not_these_features(weights, spec, QUEUED_IN_GLUON.block_k, 8)
+
+
+def why_not_these_features(weights: tuple[int, int, int], spec: Activation, step: int, unit: int) -> str | None:
+    """Why the kernel that stores both is not for these features and activation, as a sentence, or None.
+
+    step: how many in features are multiplied at once; unit: how many are 16 bytes."""
+    _, N, K = weights
     if spec.kind != "swiglu":
         return f"The kernel has registers for SwiGLU alone, and this is {spec.kind}."
-    least = LEAST_STEPS * QUEUED_IN_GLUON.block_k
+    least = LEAST_STEPS * step
     width = N // 2
     if spec.glu_interleave_size not in (None, width):
         return f"Its tiles have halves of the columns, and glu_interleave_size is {spec.glu_interleave_size}."
-    if width % WIDTH or K % 8 or K < least:
+    if width % WIDTH or K % unit or K < least:
         return (
-            f"The kernel takes in features that are a multiple of 8, {least} at least, and features of the activation "
-            f"that are a multiple of {WIDTH}, and these are {K} and {width}."
+            f"The kernel takes in features that are a multiple of {unit}, {least} at least, and features of the "
+            f"activation that are a multiple of {WIDTH}, and these are {K} and {width}."
         )
     if width % (2 * WIDTH) and width < LEAST_HALVES * WIDTH:
         return f"The kernel computes {2 * WIDTH} features of the activation at a time, in vain where these are {width}."

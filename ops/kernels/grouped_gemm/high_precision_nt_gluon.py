@@ -410,7 +410,7 @@ def k_grouped_gluon_kernel(
     for i in gl.static_range(2 * STAGES):
         mbarrier.init(empty.index(i), count=1)
     queue = make_queue(4, 4 if FETCH else 2)
-    rank_groups(offsets_ptr, num_groups, ranks)
+    rank_groups(offsets_ptr, num_groups, ranks, True)
     sizes = num_groups, N, K
     given = dy_stages, x_stages, full, empty, queue, sizes
     # Registers of a thread of each role but the first one's: no spills.
@@ -502,6 +502,7 @@ _DTYPES = {
     torch.float32: gl.float32,
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.float8_e5m2: gl.float8e5,
+    torch.uint8: gl.uint8,
 }
 
 

@@ -6,6 +6,9 @@ The roles are those of `m_grouped_gluon`. A tile has 128 columns of the gate and
 rounded, and stored while the next one is multiplied; meanwhile act is computed of it, box by box. A kernel of its own
 would read h again. `h` is None where it is not stored.
 
+Of values act is stored as such, of codes with one scale a group as codes with a scale that is given. These have the
+bits that the element-wise kernel casts to (`chain_triton`), and its amaxes are raised as there.
+
 Import this only where `recipes.triton.gates.why_no_gluon` says None.
 """
 # T rows, G groups, R summed features, I features of the activation
@@ -17,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from ops.kernels.elementwise.chain import Step, chain_constants
+from ops.kernels.elementwise.chain_cast import Cast, cast_constants
 from ops.kernels.grouped_gemm.finished_rows_gluon import zero_tail
 from ops.kernels.grouped_gemm.high_precision_nt_gluon import wait_for_loads, with_layout
 from ops.kernels.grouped_gemm.m_grouped_gluon import BOXES, HEIGHT, free_stage, load, multiply_step
@@ -32,7 +36,12 @@ from ops.kernels.grouped_gemm.stores_gluon import (
     store_box,
 )
 from ops.kernels.grouped_gemm.tile_queue_gluon import count_tiles, make_queue, take
+from ops.kernels.grouped_gemm.tile_rules_float8 import GroupedFloat8Config
+from recipes.casts.float8_elements_triton import float8_pairs
+from recipes.casts.float8_tiles_gluon import larger_magnitude, larger_pair, store_inverses
+from recipes.casts.float8_vectors_gluon import raise_amaxes
 from recipes.triton.launch import Launch, cdiv, next_power_of_2
+from recipes.triton.rounding import bfloat16_pairs, unpack_pairs
 
 
 @gluon.jit
@@ -45,29 +54,31 @@ def widen_apart(x):
 
 @gluon.jit
 def activated(gate, linear, scale, STEPS: gl.constexpr, CONSTANTS: gl.constexpr):
-    """act of a box of each part, 32 columns after the other: so it fits the registers."""
-    if gate.shape[1] > 32:
-        gates = split_columns(gate)
-        linears = split_columns(linear)
-        left = activated(gates[0], linears[0], scale, STEPS, CONSTANTS)
-        right = activated(gates[1], linears[1], scale, STEPS, CONSTANTS)
-        return gl.convert_layout(joined_columns(left, right), gate.type.layout, assert_trivial=True)
-    else:
-        A: gl.constexpr = CONSTANTS[0]
-        B: gl.constexpr = CONSTANTS[1]
-        C: gl.constexpr = CONSTANTS[2]
-        y = STEPS[0](widen_apart(gate), widen_apart(linear), A, B, C)
-        if scale is not None:
-            of_rows: gl.constexpr = gl.SliceLayout(1, y.type.layout)
-            y = y * gl.expand_dims(gl.convert_layout(scale, of_rows, assert_trivial=True), 1)
-        return y.to(gate.dtype)
+    """act of these columns of both parts, in float32. scale: of rows, or None."""
+    A: gl.constexpr = CONSTANTS[0]
+    B: gl.constexpr = CONSTANTS[1]
+    C: gl.constexpr = CONSTANTS[2]
+    y = STEPS[0](widen_apart(gate), widen_apart(linear), A, B, C)
+    if scale is not None:
+        of_rows: gl.constexpr = gl.SliceLayout(1, y.type.layout)
+        y = y * gl.expand_dims(gl.convert_layout(scale, of_rows, assert_trivial=True), 1)
+    return y
+
+
+@gluon.jit
+def raise_amax(amax_ptr, words, counted):
+    """To the largest magnitude in words of two numbers [64, C], if it is counted: each of four warps to that of its
+    rows."""
+    peak = larger_magnitude(gl.reduce(words.reshape([4, words.shape[0] // 4 * words.shape[1]]), 1, larger_pair))
+    offs = gl.arange(0, 4, peak.type.layout)
+    raise_amaxes(amax_ptr + offs * 0, peak, offs < gl.where(counted, 4, 0))
 
 
 @gluon.jit
 def store_part(last, PART: gl.constexpr):
     """Stores the two boxes of the gate, or of the linear part, of a tile. What is behind a part's last column is
     not stored."""
-    boxes, place, column, h, _act, staging, width, _scales_ptr = last
+    boxes, place, column, h, _act, staging, width, _scales_ptr, _given = last
     if h is not None:
         for i in gl.static_range(2):
             at = column + i * h.block_shape[3]
@@ -75,45 +86,96 @@ def store_part(last, PART: gl.constexpr):
 
 
 @gluon.jit
-def store_act(last, BOX: gl.constexpr, STEPS: gl.constexpr, CONSTANTS: gl.constexpr):
-    """Computes and stores a box of act of a tile."""
-    boxes, place, column, _h, act, staging, _width, scales_ptr = last
-    gate = boxes[BOX]
-    scale = None
+def staging_of(act, staging):
+    """The staging of act: that of its values. Of codes each second box begins where one of values does."""
+    EVERY: gl.constexpr = staging.dtype.primitive_bitwidth // act.dtype.primitive_bitwidth
+    shape: gl.constexpr = [EVERY * staging.shape[0], act.block_shape[2], act.block_shape[3]]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(act.block_shape[2:], act.dtype)
+    return staging._reinterpret(act.dtype, shape, layout)
+
+
+@gluon.jit
+def factors_of(last):
+    """A tuple of what act of a tile is multiplied by row by row, if it is, and of the scale of its codes, if it has."""
+    boxes, place, _column, _h, _act, _staging, _width, scales_ptr, given = last
+    code_scale_ptr, _amax_ptr, group = given
+    factors = ()
     if scales_ptr is not None:
-        offs_t = gl.arange(0, gate.shape[0], gl.SliceLayout(1, gate.type.layout))
+        offs_t = gl.arange(0, boxes[0].shape[0], gl.SliceLayout(1, boxes[0].type.layout))
         _z, y, row = place
         height = 2**30 - row  # `ragged_indices`
         scale = gl.load(scales_ptr + (y - height) + offs_t, mask=offs_t < height, other=0.0).to(gl.float32)
-    box = activated(gate, boxes[2 + BOX], scale, STEPS, CONSTANTS)
-    store_box(box, act, staging, BOX, place, column + BOX * act.block_shape[3])
+        factors = factors + (scale,)  # noqa: RUF005
+    if code_scale_ptr is not None:
+        factors = factors + (gl.load(code_scale_ptr + group),)  # noqa: RUF005
+    return factors
+
+
+@gluon.jit
+def half_of_act(
+    last, factors, BOX: gl.constexpr, HALF: gl.constexpr, STEPS: gl.constexpr, CONSTANTS: gl.constexpr,
+    FORM: gl.constexpr,
+):  # fmt: skip
+    """Half of a box of act of a tile, as it is stored: codes in pairs."""
+    boxes, _place, column, _h, act, _staging, width, scales_ptr, given = last
+    code_scale_ptr, amax_ptr, group = given
+    gates = split_columns(boxes[BOX])
+    linears = split_columns(boxes[2 + BOX])
+    y = activated(gates[HALF], linears[HALF], None if scales_ptr is None else factors[0], STEPS, CONSTANTS)
+    if code_scale_ptr is None:
+        return y.to(boxes[0].dtype)
+    else:
+        even, odd = y.reshape([y.shape[0], y.shape[1] // 2, 2]).split()
+        words = bfloat16_pairs(even, odd)
+        if amax_ptr is not None:
+            raise_amax(amax_ptr + group, words, column + BOX * act.block_shape[3] < width)
+        even, odd = unpack_pairs(words)
+        code_scale = factors[len(factors) - 1]
+        return float8_pairs(even * code_scale, odd * code_scale, FORM)
+
+
+@gluon.jit
+def store_act(last, left, right, BOX: gl.constexpr):
+    """Stores a box of act of a tile."""
+    _boxes, place, column, _h, act, staging, _width, _scales_ptr, _given = last
+    EVERY: gl.constexpr = staging.dtype.primitive_bitwidth // act.dtype.primitive_bitwidth
+    at = column + BOX * act.block_shape[3]
+    store_box(joined_columns(left, right), act, staging_of(act, staging), BOX, place, at, EVERY)
 
 
 @gluon.jit
 def sum_and_store(
-    given, last, step, num_steps, CONSUMER: gl.constexpr, STEPS: gl.constexpr, CONSTANTS: gl.constexpr
+    given, last, step, num_steps,
+    CONSUMER: gl.constexpr, STEPS: gl.constexpr, CONSTANTS: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
-    """The products of this consumer's rows and all columns of a tile, in four steps or more. Meanwhile last is
-    stored."""
+    """The products of this consumer's rows and all columns of a tile, in six steps or more. Meanwhile last is stored:
+    h in two of them, then act half a box in each."""
     stages, _stagings, _full, empty, _queue, _offsets_ptr, _sizes = given
     HEIGHT: gl.constexpr = stages[0].shape[1]
     WIDTH: gl.constexpr = stages[2].shape[1]
-    acc = gl.zeros([HEIGHT, WIDTH], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16]))
+    BITS: gl.constexpr = stages[0].dtype.primitive_bitwidth
+    acc = gl.zeros([HEIGHT, WIDTH], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 256 // BITS]))
     acc = multiply_step(acc, given, step, CONSUMER, True, WIDTH)
     store_part(last, 0)
     acc = multiply_step(acc, given, step + 1, CONSUMER, True, WIDTH)
+    factors = factors_of(last)
     store_part(last, 1)
     for i in gl.static_range(2):
         acc = warpgroup_mma_wait(1, deps=[acc])
-        free_stage(empty, step + i)
-        acc = multiply_step(acc, given, step + 2 + i, CONSUMER, True, WIDTH)
-        store_act(last, i, STEPS, CONSTANTS)
-    acc = warpgroup_mma_wait(1, deps=[acc])
-    free_stage(empty, step + 2)
-    for s in range(num_steps - 4):
-        acc = multiply_step(acc, given, step + s + 4, CONSUMER, True, WIDTH)
+        free_stage(empty, step + 2 * i)
+        acc = multiply_step(acc, given, step + 2 * i + 2, CONSUMER, True, WIDTH)
+        left = half_of_act(last, factors, i, 0, STEPS, CONSTANTS, FORM)
         acc = warpgroup_mma_wait(1, deps=[acc])
-        free_stage(empty, step + s + 3)
+        free_stage(empty, step + 2 * i + 1)
+        acc = multiply_step(acc, given, step + 2 * i + 3, CONSUMER, True, WIDTH)
+        right = half_of_act(last, factors, i, 1, STEPS, CONSTANTS, FORM)
+        store_act(last, left, right, i)
+    acc = warpgroup_mma_wait(1, deps=[acc])
+    free_stage(empty, step + 4)
+    for s in range(num_steps - 6):
+        acc = multiply_step(acc, given, step + s + 6, CONSUMER, True, WIDTH)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        free_stage(empty, step + s + 5)
     acc = warpgroup_mma_wait(0, deps=[acc])
     free_stage(empty, step + num_steps - 1)
     return acc
@@ -121,11 +183,13 @@ def sum_and_store(
 
 @gluon.jit
 def multiply(
-    h, act, given, scales_ptr, CONSUMER: gl.constexpr, STEPS: gl.constexpr, CONSTANTS: gl.constexpr
+    h, act, given, scales_ptr, of_codes,
+    CONSUMER: gl.constexpr, STEPS: gl.constexpr, CONSTANTS: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     stages, stagings, full, empty, queue, offsets_ptr, sizes = given
     rows, num_groups, R, C = sizes
     a_stages, _b_boxes, b_stages, _scale_stages = stages
+    x_scale_ptr, w_scale_ptr, x_scale_stride, w_scale_stride, act_scale_ptr, amax_ptr = of_codes
     staging = stagings[CONSUMER]
     HEIGHT: gl.constexpr = a_stages.shape[1]
     CONSUMERS: gl.constexpr = a_stages.shape[0] // full.shape[0]
@@ -135,29 +199,40 @@ def multiply(
     step = 0
     turn = 0
     group, first, size, tile_n = take(queue, turn)
-    boxes = boxes_of_none(act, HEIGHT, BLOCK_N)
+    boxes = boxes_of_none(act, HEIGHT, BLOCK_N, gl.bfloat16)
     z, y, row, column = 1 << 30, 0, 1 << 30, C  # of no rows, and behind the last column: nothing is stored
+    last_group = 0
     while group >= 0:
         if CONSUMER > 0 and CONSUMER * HEIGHT >= size:
             for s in range(num_steps):
                 wait_for_loads(full, step + s)
                 free_stage(empty, step + s)
         else:
-            last = boxes, (z, y, row), column, h, act, staging, width, scales_ptr
-            boxes = rounded_boxes(sum_and_store(given, last, step, num_steps, CONSUMER, STEPS, CONSTANTS), act)
+            to_act = act_scale_ptr, amax_ptr, last_group
+            last = boxes, (z, y, row), column, h, act, staging, width, scales_ptr, to_act
+            acc = sum_and_store(given, last, step, num_steps, CONSUMER, STEPS, CONSTANTS, FORM)
+            if x_scale_ptr is not None:  # one after the other, as `finished`
+                acc = acc * gl.load(x_scale_ptr + group * x_scale_stride)
+                acc = acc * gl.load(w_scale_ptr + group * w_scale_stride)
+            boxes = rounded_boxes(acc, act, gl.bfloat16)
             z, y, row = ragged_indices(first, size, CONSUMER * HEIGHT, 1)
             column = tile_n * (BLOCK_N // 2)
+            last_group = group
         step += num_steps
         turn += 1
         group, first, size, tile_n = take(queue, turn)
-    last = boxes, (z, y, row), column, h, act, staging, width, scales_ptr
+    to_act = act_scale_ptr, amax_ptr, last_group
+    last = boxes, (z, y, row), column, h, act, staging, width, scales_ptr, to_act
     for i in gl.static_range(2):
         store_part(last, i)
+    factors = factors_of(last)
     for i in gl.static_range(2):
-        store_act(last, i, STEPS, CONSTANTS)
+        left = half_of_act(last, factors, i, 0, STEPS, CONSTANTS, FORM)
+        right = half_of_act(last, factors, i, 1, STEPS, CONSTANTS, FORM)
+        store_act(last, left, right, i)
     if h is not None:
         zero_tail(h, staging, offsets_ptr, rows, num_groups, C, CONSUMER, CONSUMERS)
-    zero_tail(act, staging, offsets_ptr, rows, num_groups, width, CONSUMER, CONSUMERS)
+    zero_tail(act, staging_of(act, staging), offsets_ptr, rows, num_groups, width, CONSUMER, CONSUMERS)
     tma.store_wait(0)
 
 
@@ -169,17 +244,25 @@ def m_grouped_activation_gluon_kernel(
     x,  # [T, R]: descriptor of boxes HEIGHT x BLOCK_K, ragged along T
     w,  # [G, 2I, R]: descriptor of boxes of half a tile's columns
     h,  # [T, 2I]: descriptor of boxes HEIGHT rows high, ragged along T; or None
-    act,  # [T, I]: the same
+    act,  # [T, I]: the same; of codes, as bytes
     offsets_ptr,  # [G + 1] int64
     scales_ptr,  # [T] or None
+    x_scale_ptr,  # of codes [G], x_scale_stride apart, else None
+    w_scale_ptr,  # the same
+    act_scale_ptr,  # [G], and
+    act_inverse_ptr,  # [G], which becomes 1 / act_scale; or None and None
+    amax_ptr,  # [G] int32, the bits of float32, or None
     counter_ptr,  # [1] int32, 0
     rows,
     num_groups,
     R,
     C,  # 2I
+    x_scale_stride,
+    w_scale_stride,
     STEPS: gl.constexpr,  # the activation, in a tuple
     CONSTANTS: gl.constexpr,  # its numbers
     SOURCE: gl.constexpr,  # a hash of it
+    FORM: gl.constexpr,  # of act's codes
     BOXES: gl.constexpr,  # of each consumer, on their way to h or act
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -198,7 +281,7 @@ def m_grouped_activation_gluon_kernel(
     x_stages = gl.allocate_shared_memory(x.dtype, [CONSUMERS * STAGES, HEIGHT, BLOCK_K], x_layout)
     w_boxes = gl.allocate_shared_memory(w.dtype, [2 * STAGES, BLOCK_N // 2, BLOCK_K], w_layout)
     w_stages = w_boxes._reinterpret(w.dtype, [STAGES, BLOCK_N, BLOCK_K], w_layout)
-    stagings = allocate_staging(act, BOXES, CONSUMERS)
+    stagings = allocate_staging(act, BOXES, CONSUMERS, gl.bfloat16)
     ends = gl.allocate_shared_memory(gl.int32, [GROUPS], plain)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -208,12 +291,16 @@ def m_grouped_activation_gluon_kernel(
     queue = make_queue(4, CONSUMERS)
     fence_async_shared()
     count_tiles(offsets_ptr, num_groups, ends, BLOCK_M)
+    if act_inverse_ptr is not None:
+        if gl.program_id(0) == 0:
+            store_inverses(act_inverse_ptr, act_scale_ptr, offsets_ptr, rows, num_groups, "given", FORM, None)
     sizes = rows, num_groups, R, C
     given = (x_stages, w_boxes, w_stages, None), stagings, full, empty, queue, offsets_ptr, sizes
+    of_codes = x_scale_ptr, w_scale_ptr, x_scale_stride, w_scale_stride, act_scale_ptr, amax_ptr
     gl.warp_specialize(
         [
-            (multiply, (h, act, given, scales_ptr, 0, STEPS, CONSTANTS)),
-            (multiply, (h, act, given, scales_ptr, 1, STEPS, CONSTANTS)),
+            (multiply, (h, act, given, scales_ptr, of_codes, 0, STEPS, CONSTANTS, FORM)),
+            (multiply, (h, act, given, scales_ptr, of_codes, 1, STEPS, CONSTANTS, FORM)),
             (load, (x, w, given, ends, counter_ptr, True, BAND, True)),
         ],
         [4, 1],
@@ -228,28 +315,40 @@ _m_grouped_activation = Launch(m_grouped_activation_gluon_kernel)
 
 def m_grouped_activation_gluon(
     x: Tensor, w: Tensor, offsets: Tensor, scales: Tensor | None, h: Tensor | None, act: Tensor,
-    config: GroupedGemmConfig, step: Step,
+    config: GroupedGemmConfig | GroupedFloat8Config, step: Step, *,
+    x_scale: Tensor | None = None, w_scale: Tensor | None = None, cast: Cast | None = None,
 ) -> None:  # fmt: skip
-    """Launches it, of bfloat16 tensors that `takes_descriptors` takes; I is a multiple of a box's columns, and R is
-    four steps or more. step: a gated activation whose parts are the halves of h."""
+    """Launches it, of tensors that `takes_descriptors` takes; I is a multiple of a box's columns, and R is six steps
+    or more. step: a gated activation whose parts are the halves of h.
+
+    x, w and act are bfloat16, or codes: x and w with one scale a group [G], act with that of its cast."""
     (rows, R), (G, C, _) = x.shape, w.shape
-    about = chain_constants((step,), (act.dtype,))
-    box = HEIGHT, BOX_BYTES // act.itemsize
+    about = chain_constants((step,), (torch.bfloat16,))
+    box = HEIGHT, BOX_BYTES // torch.bfloat16.itemsize
+    act_scale, inverse, amax = (None, None, None) if cast is None else (cast.scale, cast.row_scales, cast.amax)
     _m_grouped_activation(
         act,
         min(most_tiles(rows, G, config.block_m) * cdiv(C, config.block_n), multiprocessors(act)),
         with_layout(ragged_descriptor(x, (HEIGHT, config.block_k), axis=0)),
         with_layout(descriptor(w, (1, config.block_n // 2, config.block_k))),
         None if h is None else with_layout(ragged_descriptor(h, box, axis=0)),
-        with_layout(ragged_descriptor(act, box, axis=0)),
+        with_layout(ragged_descriptor(act if cast is None else act.view(torch.uint8), box, axis=0)),
         offsets,
         scales,
+        x_scale,
+        w_scale,
+        act_scale,
+        inverse,
+        None if amax is None else amax.view(torch.int32),
         torch.zeros(1, dtype=torch.int32, device=act.device),
         rows,
         G,
         R,
         C,
+        1 if x_scale is None else x_scale.stride(0),
+        1 if w_scale is None else w_scale.stride(0),
         **{name: about[name] for name in ("STEPS", "CONSTANTS", "SOURCE")},
+        FORM="" if cast is None else cast_constants(cast, act)["FORM"],
         BOXES=BOXES,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,

@@ -13,10 +13,17 @@ In m_grouped no band has tiles of two groups, whose second operands differ, and 
 one tile at most: of 17 tiles in bands of 16, the last one would load all columns for one tile.
 
 Where a tile's work grows with its group (k_grouped), the largest groups come first, so that no large group ends alone.
-In Gluon programs take the next tile when they are free (`tile_queue_gluon`), in Triton in serpentine order, so that the
-one with the most work in a round has the least in the next.
+In Triton programs take tiles in serpentine order, so that the one with the most work in a round has the least in the
+next; in Gluon they take the next tile when they are free (`tile_queue_gluon`).
 
     3 programs, 8 tiles:   0 1 2 | 5 4 3 | 6 7 -
+
+There a tile of a small group waits for what it stores, one of a large group for its products. Of 16-bit operands, so
+that these go on side by side, small groups come between the large ones: of the groups with more rows than the average
+the largest is first, of the others the smallest, and before a large group the share of all groups that those larger
+than it have of the rows. Of codes it is slower.
+
+    rows of groups  50 5 30 5 5 5   in order  50 5 5 30 5 5: 50 is half of the rows, so half of the groups precede 30
 """
 
 from torch import Tensor

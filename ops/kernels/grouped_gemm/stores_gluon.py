@@ -26,44 +26,50 @@ def joined_columns(left, right):
 
 
 @gluon.jit
-def rounded_boxes(acc, out):
-    """A tuple of acc's boxes, from left to right, as they are stored in out."""
+def rounded_boxes(acc, out, DTYPE: gl.constexpr = None):
+    """A tuple of acc's boxes, from left to right, as they are stored in out. DTYPE: None for out's."""
     if acc.shape[1] > out.block_shape[-1]:
         left, right = split_columns(acc)
-        return rounded_boxes(left, out) + rounded_boxes(right, out)
+        return rounded_boxes(left, out, DTYPE) + rounded_boxes(right, out, DTYPE)
     else:
         layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, acc.shape[1], 16])
-        return (gl.convert_layout(acc.to(out.dtype), layout, assert_trivial=True),)
+        rounded = acc.to(out.dtype if DTYPE is None else DTYPE)
+        return (gl.convert_layout(rounded, layout, assert_trivial=True),)
 
 
 @gluon.jit
-def boxes_of_none(out, HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
+def boxes_of_none(out, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, DTYPE: gl.constexpr = None):
     """`rounded_boxes` of a tile that there is not."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    return rounded_boxes(gl.zeros([HEIGHT, WIDTH], gl.float32, layout), out)
+    return rounded_boxes(gl.zeros([HEIGHT, WIDTH], gl.float32, layout), out, DTYPE)
 
 
 @gluon.jit
-def allocate_staging(out, BOXES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """So many boxes of out in shared memory for each consumer, as a tuple of each one's."""
+def allocate_staging(out, BOXES: gl.constexpr, CONSUMERS: gl.constexpr, DTYPE: gl.constexpr = None):
+    """So many boxes of out in shared memory for each consumer, as a tuple of each one's. DTYPE: None for out's."""
     HEIGHT: gl.constexpr = out.block_shape[-2]
     WIDTH: gl.constexpr = out.block_shape[-1]
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEIGHT, WIDTH], out.dtype)
+    dtype: gl.constexpr = out.dtype if DTYPE is None else DTYPE
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEIGHT, WIDTH], dtype)
     stagings = ()
     for _ in gl.static_range(CONSUMERS):
-        boxes = gl.allocate_shared_memory(out.dtype, [BOXES, HEIGHT, WIDTH], layout)
+        boxes = gl.allocate_shared_memory(dtype, [BOXES, HEIGHT, WIDTH], layout)
         stagings = stagings + (boxes,)  # type: ignore[assignment]  # noqa: RUF005
     return stagings
 
 
 @gluon.jit
-def store_box(box, out, staging, PART: gl.constexpr, place, column):
-    """Stores a box at these coordinates of out. staging: boxes in shared memory, which the parts of a tile take in
-    turn."""
-    STAGING: gl.constexpr = staging.shape[0]
-    stage = staging.index(PART % STAGING)
+def store_box(box, out, staging, PART: gl.constexpr, place, column, EVERY: gl.constexpr = 1):
+    """Stores a box at these coordinates of out. Its elements may be words of several of out's. staging: boxes in shared
+    memory, which the parts of a tile take in turn, each EVERY-th of them."""
+    STAGING: gl.constexpr = staging.shape[0] // EVERY
+    stage = staging.index(PART % STAGING * EVERY)
     tma.store_wait(STAGING - 1)
-    stage.store(box)
+    if box.dtype == out.dtype:
+        stage.store(box)
+    else:
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(box.shape, box.dtype)
+        stage._reinterpret(box.dtype, box.shape, layout).store(box)
     fence_async_shared()
     tma.async_copy_shared_to_global(out, place + (column,), stage.reshape(out.block_shape))  # noqa: RUF005
 

@@ -59,8 +59,9 @@ def tile_of_groups(offsets_ptr, ends, tile, num_n, BLOCK_M: gl.constexpr, BAND: 
 
 
 @gluon.jit
-def rank_groups(offsets_ptr, num_groups, ranks):
-    """Writes to `ranks` [GROUPS] how many groups are larger than each, or as large and before it; GROUPS for no group.
+def rank_groups(offsets_ptr, num_groups, ranks, MIXED: gl.constexpr):
+    """Writes to `ranks` [GROUPS] the place of each group in the order of `persistent_schedule`; GROUPS for no group.
+    MIXED: small groups come between the large ones.
 
     Of the warps of the program, before it is divided into roles.
     """
@@ -69,15 +70,40 @@ def rank_groups(offsets_ptr, num_groups, ranks):
     offs_g = gl.arange(0, GROUPS, gl.SliceLayout(1, layout))
     mask_g = offs_g < num_groups
     size_g = sizes_of(offsets_ptr, offs_g, mask_g)
-    count = gl.zeros([GROUPS], gl.int32, gl.SliceLayout(1, layout))
+    larger = gl.zeros([GROUPS], gl.int32, gl.SliceLayout(1, layout))  # groups, or as large and before it
+    rows = gl.zeros([GROUPS], gl.int64, gl.SliceLayout(1, layout))  # of these
+    all_rows = gl.load(offsets_ptr + num_groups)
     for start in range(0, num_groups, 32):
         offs_h = start + gl.arange(0, 32, gl.SliceLayout(0, layout))
-        size_h = sizes_of(offsets_ptr, offs_h, offs_h < num_groups)
-        larger = gl.expand_dims(size_h, 0) > gl.expand_dims(size_g, 1)
-        before = gl.expand_dims(offs_h, 0) < gl.expand_dims(offs_g, 1)
-        tie = (gl.expand_dims(size_h, 0) == gl.expand_dims(size_g, 1)) & before
-        count += gl.sum((larger | tie).to(gl.int32), axis=1)
-    ranks.store(gl.where(mask_g, count, GROUPS))
+        size_h = gl.expand_dims(sizes_of(offsets_ptr, offs_h, offs_h < num_groups), 0)
+        tie = (size_h == gl.expand_dims(size_g, 1)) & (gl.expand_dims(offs_h, 0) < gl.expand_dims(offs_g, 1))
+        is_larger = (size_h > gl.expand_dims(size_g, 1)) | tie
+        larger += gl.sum(is_larger.to(gl.int32), axis=1)
+        if MIXED:
+            rows += gl.sum(gl.where(is_larger, size_h, 0).to(gl.int64), axis=1)
+    if MIXED:
+        larger = _mixed(size_g, mask_g, larger, rows, all_rows, num_groups, ranks)
+    ranks.store(gl.where(mask_g, larger, GROUPS))
+
+
+@gluon.jit
+def _mixed(size_g, mask_g, larger, rows, all_rows, num_groups, ranks):
+    """The places of groups of these sizes, of which so many others, with so many rows, are larger."""
+    GROUPS: gl.constexpr = ranks.shape[0]
+    layout: gl.constexpr = larger.type.layout.parent
+    is_large = size_g.to(gl.int64) * num_groups > all_rows
+    # How many small groups come before: of a large group by the share of the rows that those before it have.
+    share = gl.cdiv(rows * num_groups, gl.maximum(all_rows, 1)).to(gl.int32)
+    smaller = gl.where(is_large, share, num_groups - 1) - larger
+    key = (2 * smaller + 1 - is_large.to(gl.int32)) * GROUPS + larger  # of each group another one
+    ranks.store(gl.where(mask_g, key, 0x7FFFFFFF))
+    keys = ranks._reinterpret(gl.int32, [GROUPS // 32, 32], ranks.layout)
+    key_g = gl.expand_dims(ranks.load(gl.SliceLayout(1, layout)), 1)
+    count = gl.zeros([GROUPS], gl.int32, gl.SliceLayout(1, layout))
+    for start in range(0, num_groups, 32):
+        key_h = gl.expand_dims(keys.index(start // 32).load(gl.SliceLayout(0, layout)), 0)
+        count += gl.sum((key_h < key_g).to(gl.int32), axis=1)
+    return count
 
 
 @gluon.jit

@@ -67,7 +67,7 @@ def m_grouped_float8_config(
     if few or layout == "row":
         return _SMALL
     if gluon and num_groups <= GLUON_GROUPS:
-        return _HIGH_IN_GLUON if layout == "square" else _WIDE_IN_GLUON
+        return _HIGH_IN_GLUON if layout == "square" else WIDE_IN_GLUON
     if not promote:
         return _WIDE
     # With scales of rows and columns, and a bias, _IN_PARTS takes eight registers more than there are.
@@ -93,7 +93,7 @@ def k_grouped_float8_config(
     blockwise = layout == "row"
     if gluon and num_groups <= GLUON_GROUPS and (not accumulate or out_dtype.itemsize == 4):
         if not blockwise:
-            return _WIDE_IN_GLUON._replace(num_stages=3, fetches=True) if accumulate else _WIDE_IN_GLUON
+            return WIDE_IN_GLUON._replace(num_stages=3, fetches=True) if accumulate else WIDE_IN_GLUON
         if not accumulate or columns >= MANY_ROWS * num_groups:
             return _HIGH_IN_GLUON
         # those who fetch take the registers of a third consumer
@@ -137,7 +137,7 @@ def _uses_descriptors(descriptors: bool, capability: tuple[int, int]) -> bool:
 
 # Steps of 128 everywhere: a promotion is then one step, and a step has one scale.
 _WIDE = GroupedFloat8Config(128, 256, BLOCK, num_warps=8, num_stages=3, programs=1, part_m=128, part_n=256)
-_WIDE_IN_GLUON = _WIDE._replace(num_stages=4, gluon=True)
+WIDE_IN_GLUON = _WIDE._replace(num_stages=4, gluon=True)
 _HIGH_IN_GLUON = GroupedFloat8Config(
     192, 128, BLOCK, num_warps=12, num_stages=4, programs=1, part_m=192, part_n=128, gluon=True
 )
