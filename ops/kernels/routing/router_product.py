@@ -111,7 +111,7 @@ def dgrad_triton(dlogits: Tensor, weight: Tensor, dy: Tensor | None, dx: Tensor)
     blocks = cdiv(hidden, 128), cdiv(num_tokens, 64)
     _dgrad(
         dx, blocks, dlogits, weight, dy, dx, num_tokens, num_experts, hidden,
-        WEIGHT_PARTS=weight.shape[1] // hidden, BLOCK_T=64, BLOCK_E=64, BLOCK_H=128, num_warps=4, num_stages=2,
+        WEIGHT_PARTS=weight.shape[1] // hidden, BLOCK_T=64, BLOCK_E=64, BLOCK_H=128, num_warps=4, num_stages=3,
     )  # fmt: skip
 
 

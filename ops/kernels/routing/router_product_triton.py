@@ -21,6 +21,10 @@ def dgrad_kernel(
     dy_ptr may be None."""
     offs_t = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     offs_h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+    inside = (offs_t < T)[:, None] & (offs_h < H)[None, :]
+    out = offs_t[:, None] * H + offs_h[None, :]
+    if dy_ptr is not None:  # it comes while products are summed
+        dy = tl.load(dy_ptr + out, mask=inside, other=0.0)
     blocks = tl.cdiv(E, BLOCK_E)
     acc = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
     for step in range(3 * WEIGHT_PARTS * blocks):
@@ -33,11 +37,9 @@ def dgrad_kernel(
         mask = (offs_e < E)[:, None] & (offs_h < H)[None, :]
         weight = widen(tl.load(weight_ptr + at, mask=mask, other=0.0))
         acc = tl.dot(dlogits, weight, acc)
-    inside = (offs_t < T)[:, None] & (offs_h < H)[None, :]
-    at = offs_t[:, None] * H + offs_h[None, :]
     if dy_ptr is not None:
-        acc += widen(tl.load(dy_ptr + at, mask=inside, other=0.0)).to(tl.float32)
-    tl.store(dx_ptr + at, round_to(acc, dx_ptr.dtype.element_ty), mask=inside)
+        acc += widen(dy).to(tl.float32)
+    tl.store(dx_ptr + out, round_to(acc, dx_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["R"])
