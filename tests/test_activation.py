@@ -305,6 +305,23 @@ def test_a_quantized_input_is_kept_in_eight_bits(case: Case) -> None:
     assert sum(tensor.nbytes for tensor in kept) == x.numel() + 4  # codes, and one scale
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_saved_may_change_where_torch_keeps_copies(case: Case) -> None:
+    def gradient(*, changes: bool) -> Tensor | None:
+        torch.manual_seed(0)
+        leaf = torch.randn(5, 12, requires_grad=True)
+        x = leaf * 1
+        y = case.make()(x, **random_extras(case, x))
+        if changes:
+            x.zero_()
+        y.sum().backward()
+        return leaf.grad
+
+    expected = gradient(changes=False)
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        assert_close({"dx": gradient(changes=True)}, {"dx": expected})
+
+
 @pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "fp8_block"])
 def test_between_quantizing_operations_the_input_may_be_cached(recipe: str) -> None:
     linears = ops.Linear(32, 64), ops.Linear(32, 32)

@@ -8,6 +8,7 @@ import pickle
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -533,6 +534,15 @@ def test_apply_computes_on_values_and_rounds() -> None:
     assert weight.requires_grad and torch.equal(weight.dequantize(), torch.ones(weight.shape))
     with pytest.raises(RuntimeError, match="cannot be changed in place"):
         fuser.quantize(torch.randn(32, 32), "mxfp8").apply_(lambda value: 1.0)
+
+
+def test_no_library_shares_memory_that_is_not_there() -> None:
+    weight = fuser.to_quantized(model(), "mxfp8")[1].weight.detach()
+    for share in (torch.from_dlpack, np.from_dlpack):
+        for quantized in (weight, fuser.quantize(torch.randn(32, 32), "mxfp8")):
+            with pytest.raises(BufferError, match=r"no values in memory to share by DLPack. Share those of dequantize"):
+                share(quantized)
+    assert torch.equal(torch.from_dlpack(weight.dequantize()), weight.dequantize())
 
 
 def test_a_held_weight_is_no_cycle() -> None:

@@ -728,6 +728,14 @@ def test_a_parameter_left_on_meta_is_named() -> None:
         Sequential(ops.Linear(2, 2, device="meta"))(torch.ones(1, 2))
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed"])
+@pytest.mark.parametrize("operation", [ops.Linear(4, 4), ops.RMSNorm(4), ops.Router(4, 2, topk=1)], ids=str)
+def test_a_parameter_on_another_device_than_x_is_named(operation: Any, recipe: str) -> None:
+    message = rf"x is on meta, but {type(operation).__name__}.weight is on cpu. Move one of them."
+    with pytest.raises(ValueError, match=message), autocast(recipe):
+        Sequential(operation)(torch.ones(1, 4, device="meta"))
+
+
 # Checkpointing and saved-tensor hooks
 
 

@@ -214,14 +214,14 @@ class Pipeline:
         for operation in self.operations:
             check_local((f"{type(operation).__name__}.{name}", p) for name, p in operation.named_parameters())
             operation.check_assigned()
-            for name, parameter in operation.named_parameters(recurse=False):
-                check_parameter(f"{type(operation).__name__}.{name}", parameter.dtype)
             for name, parameter in operation.named_parameters():
                 if parameter.is_meta and not x.is_meta:
                     raise RuntimeError(
                         f"{type(operation).__name__}.{name} is on the meta device, but x is on {x.device}. "
                         f"Materialise it first: module.to_empty(device={str(x.device)!r}), then reset_parameters()."
                     )
+            for name, parameter in operation.named_parameters(recurse=False):
+                check_parameter(f"{type(operation).__name__}.{name}", parameter, x.device)
 
     def _enter(self, wrapper: Any, program: Program, parameters: Sequence[Tensor]) -> None:
         """Run a program in the forward of this DistributedDataParallel, which is not that of last time."""

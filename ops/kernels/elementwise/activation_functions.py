@@ -25,11 +25,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import graph
 
 from recipes.triton.gates import JITFunction, tl, triton
 from recipes.triton.rounding import INTERPRET
@@ -271,10 +272,26 @@ def dsituglu(dy, a, b, BETA1: tl.constexpr, BETA2: tl.constexpr, C: tl.constexpr
 # ------------------------------------------------------------------------------------------------ in plain torch
 
 
-_gelu_backward = torch.ops.aten.gelu_backward.grad_input
-_relu_backward = torch.ops.aten.threshold_backward.grad_input
-_sigmoid_backward = torch.ops.aten.sigmoid_backward.grad_input
-_silu_backward = torch.ops.aten.silu_backward.grad_input
+def _writing(gradient: Any) -> Callable[..., Tensor]:
+    """An operator of aten that gives dx, as a function that writes it into `out`.
+
+    Within torch.autograd.graph.allow_mutation_on_saved_tensors dx is copied there: that finds what an operator writes
+    by the name `out`, and the name of these is `grad_input`.
+    """
+
+    def write(*args: Any, out: Tensor, **settings: Any) -> Tensor:
+        if not graph._allow_mutation_on_saved_tensors_enabled:
+            written: Tensor = gradient.grad_input(*args, grad_input=out, **settings)
+            return written
+        return out.copy_(gradient(*args, **settings))
+
+    return write
+
+
+_gelu_backward = _writing(torch.ops.aten.gelu_backward)
+_relu_backward = _writing(torch.ops.aten.threshold_backward)
+_sigmoid_backward = _writing(torch.ops.aten.sigmoid_backward)
+_silu_backward = _writing(torch.ops.aten.silu_backward)
 
 
 class _Function(NamedTuple):
@@ -306,20 +323,20 @@ _GELU = _Function(
     lambda x: x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
     # 1 + tanh(u) = 2 sigmoid(2 u)
     lambda x: x / _one_plus_exp((x * x).mul_(0.044715).add_(1).mul_(x).mul_(-2 * math.sqrt(2 / math.pi))),
-    lambda dy, x, value, out: _gelu_backward(dy, x, approximate="tanh", grad_input=out),
+    lambda dy, x, value, out: _gelu_backward(dy, x, approximate="tanh", out=out),
 )
 # x sigmoid(c x) = silu(c x) / c, so its derivative is that of silu at c x.
 _QGELU = _Function(
     lambda x: x * torch.sigmoid(1.702 * x),
     lambda x: x / _one_plus_exp(-1.702 * x),
-    lambda dy, x, value, out: _silu_backward(dy, 1.702 * x, grad_input=out),
+    lambda dy, x, value, out: _silu_backward(dy, 1.702 * x, out=out),
 )
-_RELU = _Function(torch.relu, F.relu, lambda dy, x, value, out: _relu_backward(dy, x, 0, grad_input=out))
-_SIGMOID = _Function(torch.sigmoid, sigmoid, lambda dy, x, value, out: _sigmoid_backward(dy, value, grad_input=out))
+_RELU = _Function(torch.relu, F.relu, lambda dy, x, value, out: _relu_backward(dy, x, 0, out=out))
+_SIGMOID = _Function(torch.sigmoid, sigmoid, lambda dy, x, value, out: _sigmoid_backward(dy, value, out=out))
 _SILU = _Function(
     lambda x: x * torch.sigmoid(x),
     lambda x: x / _one_plus_exp(-x),
-    lambda dy, x, value, out: _silu_backward(dy, x, grad_input=out),
+    lambda dy, x, value, out: _silu_backward(dy, x, out=out),
 )
 _SRELU = _Function(
     lambda x: x.relu().square(),
