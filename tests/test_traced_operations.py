@@ -245,6 +245,16 @@ LAYERS: dict[str, Callable[[], Sequential]] = {
     ),
     "unfused": lambda: Sequential(*moe_layer(), fusions=()),
     "biases": lambda: Sequential(ops.Router(H, E, topk=2), ops.Dispatch(E), *experts(bias=True), ops.Combine()),
+    "wide": lambda: Sequential(  # for the kernels of FC1 and its activation
+        ops.Linear(H, 768),
+        ops.Router(768, E, topk=2),
+        ops.Dispatch(E),
+        ops.GroupedLinear(E, 768, 512, bias=False),
+        ops.ScaledSwiGLU(),
+        ops.GroupedLinear(E, 256, 768, bias=False),
+        ops.Combine(),
+        ops.Linear(768, H),
+    ),
 }
 
 
