@@ -19,6 +19,7 @@ from fuser import Sequential, autocast, ops
 from tests.main_grad_cases import give_main_grads
 
 HIDDEN, WIDTHS = 288, (160, 256)  # no multiples of a tile; 256 is one of blocks
+WIDE = 784, 320  # hidden size and width for which FC1 and its activation are one kernel, of half a tile at the end
 EXPERTS, TOPK = 4, 2
 TOKENS = (1, 2000)
 
@@ -41,6 +42,17 @@ def models(device: str) -> Iterator[Sequential]:
         if main_grad:
             give_main_grads(experts, 0.0)
         yield experts
+    wide, width = WIDE
+    yield Sequential(
+        ops.Router(HIDDEN, EXPERTS, TOPK, **about),
+        ops.Linear(HIDDEN, wide, **about),
+        ops.Dispatch(EXPERTS),
+        ops.GroupedLinear(EXPERTS, wide, 2 * width, bias=False, **about),
+        ops.ScaledSwiGLU(),
+        ops.GroupedLinear(EXPERTS, width, wide, bias=False, **about),
+        ops.Combine(),
+        ops.Linear(wide, HIDDEN, **about),
+    )
     yield Sequential(
         ops.LayerNorm(HIDDEN, **about),
         ops.Linear(HIDDEN, WIDTHS[0], **about),
