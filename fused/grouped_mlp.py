@@ -156,7 +156,8 @@ class GroupedMLP(FusedOperation):
         return f"; in training {training}; in no-grad mode {no_grad}"
 
     def why_pre_activation(self, path: Path, dtype: torch.dtype) -> str | None:
-        """Why h is stored although no backward needs it, as a sentence; None: FC1 and the activation are one kernel."""
+        """Why h is stored although neither backward nor a buffer of the caller's needs it, as a sentence; None: FC1 and
+        the activation are one kernel."""
         if self._quantizes(path):
             return self.why_apart(path, dtype)
         return self._why_two_kernels(path) or why_not_at_once(dtype, self._weights, self.activation, path.capability)
@@ -218,11 +219,12 @@ class GroupedMLP(FusedOperation):
         needs_grad = any(ctx.needs_grad for ctx in ctxs)
         scales_of_bias = scales if self.fc2.scale_bias else None
         quantizer = fc2_ctx.quantizer(Role.INPUT)
-        if quantizer is None and not (needs_grad or self.why_pre_activation(path, fc1_ctx.dtype)):
+        stores_h = needs_grad or "output" in fc1_ctx.buffers
+        if quantizer is None and not (stores_h or self.why_pre_activation(path, fc1_ctx.dtype)):
             act = self.fc1.fprop_activation(fc1_ctx, x_q, self.activation, scales if self.scaled else None)
             act_q = path.quantize(act, splits, None, rowwise=True, columnwise=False)
             return self.fc2.fprop(fc2_ctx, act_q, act, splits, scales_of_bias), {}
-        h, act_q, rows, meetings = self._hidden(fc1_ctx, x_q, x, splits, scales, quantizer, stores_h=needs_grad)
+        h, act_q, rows, meetings = self._hidden(fc1_ctx, x_q, x, splits, scales, quantizer, stores_h=stores_h)
         y = self.fc2.fprop(fc2_ctx, act_q, x if rows is None else rows, splits, scales_of_bias, keeps_x=False)
         if needs_grad:
             act_scale = None if quantizer is None else quantizer.snapshot(x.device)

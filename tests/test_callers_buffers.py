@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fused.grouped_mlp import GroupedMLP
 from fuser import Sequential, autocast, ops
 from tests.reference import assert_close, assert_same_bits, gradients
 
@@ -254,6 +255,27 @@ def test_slices_of_one_arena_are_tensors_of_their_own(recipe: str | None, fusion
     with autocast(recipe=recipe):
         want = run(seq, tensors, None)
         assert_close(run(seq, tensors, buffers), want)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("recipe", [None, "fp8_delayed"])
+def test_without_gradients_the_pre_activation_fills_its_buffer(
+    recipe: str | None, device: str, monkeypatch: Any
+) -> None:
+    """Also where FC1 and the activation are one kernel, which would not store it."""
+    if device == "cpu":
+        monkeypatch.setattr(GroupedMLP, "why_pre_activation", lambda self, path, dtype: None)
+    hidden, sizes = 768, [300, 0, 500]
+    about = {"device": device, "dtype": torch.bfloat16, "bias": False}
+    fc1 = ops.GroupedLinear(GROUPS, hidden, 256, **about)
+    seq = Sequential(fc1, ops.SwiGLU(), ops.GroupedLinear(GROUPS, 128, hidden, **about))
+    x = torch.randn(sum(sizes), hidden, device=device, dtype=torch.bfloat16)
+    buffer = torch.full((len(x), 256), torch.nan, device=device, dtype=torch.bfloat16)
+    with torch.no_grad(), autocast(recipe=recipe):
+        want = fc1(x, split_sizes=sizes)
+        y = seq(x, split_sizes=sizes, buffers={0: {"output": buffer}})
+        torch.testing.assert_close(buffer, want)
+        torch.testing.assert_close(y, seq(x, split_sizes=sizes))
 
 
 @pytest.mark.parametrize("path", PATHS)
