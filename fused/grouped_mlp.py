@@ -4,9 +4,9 @@
     act = f(h) * scales                        (Scaled)SwiGLU and similar activations
     y   = act W2_g^T + (scales) b2_g           FC2
 
-A joint fusion: it saves x, h and the scales for backward, and recomputes act there. FC1 and the activation, quantized
-with scales that are given, are one kernel unless `why_apart` says why; where nothing needs a gradient h is not stored,
-unless `why_pre_activation` does.
+A joint fusion: it saves x, h and the scales for backward, and recomputes act there. FC1 and the activation, which is
+stored as values or quantized with given scales, are one kernel unless `why_apart` says why; where nothing needs a
+gradient h is not stored, unless `why_pre_activation` does.
 Every value that the unfused operations would store is rounded as they round it, so both give the same codes and, where
 the order of summation is the same, the same bits. Adapters (`ops.lora`) of FC1 and FC2 are their own affair: they add
 their products in `fprop` and `dgrad`, for which act and dh are there as values, too.
@@ -204,8 +204,10 @@ class GroupedMLP(FusedOperation):
         inputs, weights = (path.recipe.quantizer(role) for role in (Role.INPUT, Role.WEIGHT))
         if inputs is None or weights is None:
             return "Its kernel multiplies values or codes, and this recipe quantizes one operand alone."
-        if not casts_with_given_scales(inputs) or weights.float8_scaling(False) != "tensor":
+        if not casts_with_given_scales(inputs):
             return "Its kernel quantizes with one scale a group that is given before, as delayed scaling has it."
+        if weights.float8_scaling(False) != "tensor":
+            return "Its kernel multiplies codes with one scale a group, and this recipe quantizes weights otherwise."
         return None
 
     def fuser_forward(
@@ -250,22 +252,25 @@ class GroupedMLP(FusedOperation):
         of_act = scales if self.scaled else None
         copies: dict[str, Any] = {"rowwise": True, "columnwise": False}
         together = self.why_apart(path, ctx.dtype) is None
+        h: Tensor | None
         rows: Tensor | None = None
         if together and quantizer is None:
             h, rows = self.fc1.fprop_and_activation(ctx, x_q, x, splits, self.activation, of_act)
         elif together:
             shape = activation_shape(torch.Size((splits.rows, self.fc1.own_out_features)), self.activation)
-            into = path.quantized_buffers(shape, ctx.dtype, splits, quantizer, **copies, whole_rows=True)
-            if into is not None and into.scale is not None:
-                about = x_q, x, splits, self.activation, of_act, into
-                return self.fc1.fprop_and_cast(ctx, *about, stores_h=stores_h), into.copies, None, None
-            h = self.fc1.fprop(ctx, x_q, x, splits, None)
+            room = partial(path.quantized_buffers, shape, ctx.dtype, splits, quantizer, **copies, whole_rows=True)
+            h, into = self.fc1.fprop_and_cast(
+                ctx, x_q, x, splits, self.activation, of_act, room, stores_h=stores_h
+            )  # fmt: skip
+            if into is not None:
+                return h, into.copies, None, None
         else:
             h = self.fc1.fprop(ctx, x_q, x, splits, None)
             if self.fc2.reads_values:
                 rows = activation(h, self.activation, of_act)
         if rows is not None:
             return h, path.quantize(rows, splits, quantizer, **copies), rows, None
+        assert h is not None, "act was computed, too, where it is not stored"
         act_q, meetings = self._act(path, h, scales, splits, quantizer, **copies)
         return h, act_q, None, meetings
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -415,17 +415,24 @@ class GroupedLinear(OperationWithWeights):
         splits: Splits,
         spec: Activation,
         scales: Tensor | None,
-        into: QuantizedBuffers,
+        room: Callable[[], QuantizedBuffers | None],
         *,
         stores_h: bool,
-    ) -> Tensor | None:
-        """The same for rows and weights that are codes, f(h) scales quantized into these buffers. h may be None if it
-        is not to be stored."""
+    ) -> tuple[Tensor | None, QuantizedBuffers | None]:
+        """The same for rows and weights that are codes, f(h) scales quantized into the buffers that `room` makes, or
+        not computed if it makes none. h may be None if f(h) is computed and h is not to be stored.
+
+        The weights are cast before: ranks that take other ways record their amaxes in this order, too."""
         out = self.buffer(ctx, "output", x, self.own_out_features)
         weights = self.weight_operand(ctx, rowwise=True)
-        h = ctx.path.fprop_and_cast(x_q, weights, spec, scales, into, stores_h=stores_h)
+        into = room()
+        if into is None:
+            h = ctx.path.fprop(x_q, weights, out=out)
+        else:
+            h = ctx.path.fprop_and_cast(x_q, weights, spec, scales, into, stores_h=stores_h)
+            h = h if out is None or h is None else out.copy_(h)
         self._keep(ctx, x_q, x, splits, None, True)
-        return h if out is None or h is None else out.copy_(h)
+        return h, into
 
     def fprop_activation(self, ctx: OperationContext, x_q: Any, spec: Activation, scales: Tensor | None) -> Tensor:
         """f(x_g W_g^T + b_g) scales, for rows and weights that are not quantized; not of a layer divided by row."""

@@ -93,7 +93,7 @@ def buffers(splits: Splits, columns: int, scale: torch.Tensor, *, records: bool)
     return QuantizedBuffers(grouped, scale, amax if records else None)
 
 
-def check(x, w, splits, factors, *, records: bool = True, expected_calls: int | None = None) -> None:
+def check(x, w, splits, factors, *, records: bool = True) -> None:
     columns = w.codes.shape[1] // 2
     scale = torch.rand(splits.num_groups, device="cuda") * 100 + 50  # some codes saturate
     h = grouped_gemm_tn_float8(x.codes, x.scale, w.codes, w.scale, splits)

@@ -20,10 +20,12 @@ from fused import GroupedMLP
 from fuser import Sequential, autocast, constant_weights, ops
 from fuser.testing import check_fusion
 from ops import BasicOperation, GroupedLinear
+from ops.kernels.elementwise.activation import activation as formula
 from ops.kernels.grouped_gemm import high_precision, tile_rules
 from ops.products.paths import GroupedPath
 from recipes import E4M3, QuantizedTensor, Quantizer, Recipe, Role
 from recipes.current_scaling import CurrentScalingQuantizer
+from recipes.pending import PendingUpdates
 from recipes.triton.replay import forget
 from tests import reference
 from tests.reference import ROUNDED_OFTEN, assert_close, assert_same_bits
@@ -346,6 +348,98 @@ def test_fc1_and_its_activation_together_equal_unfused(activation, save_original
         assert taken.call_count == 1
 
 
+def room_on_a_cpu(self, shape, dtype, splits, quantizer, *, rowwise, columnwise, whole_rows=False, **_):
+    """`GroupedPath.quantized_buffers`, of what FC1's kernel fills alone."""
+    if not (whole_rows and rowwise and shape.numel()):
+        return None
+    return quantizer.empty_grouped(shape, dtype, splits, rowwise=rowwise, columnwise=columnwise)
+
+
+def cast_on_a_cpu(self, x, w, spec, scales, into, *, stores_h):
+    """`GroupedPath.fprop_and_cast` in plain torch."""
+    h = self.fprop(x, w)
+    group = x.splits.group_of_row
+    inside, one = group < x.splits.num_groups, into.copies.rowwise
+    act = formula(h, spec, scales).float()[inside]
+    codes = (act * into.scale[group[inside], None]).clamp(-448, 448).to(E4M3.dtype)
+    one.codes.view(torch.uint8).zero_()[inside] = codes.view(torch.uint8)
+    one.scale_inv.copy_(1 / into.scale)
+    if into.amax is not None:
+        amax = act.abs().amax(1)
+        into.amax.scatter_reduce_(0, group[inside], amax, "amax")
+    return h if stores_h else None
+
+
+@pytest.mark.parametrize("save_original_input", [False, True])
+@pytest.mark.parametrize("activation", ["SwiGLU", "ScaledSwiGLU"])
+def test_fc1_its_activation_and_the_cast_together_equal_unfused(activation, save_original_input, monkeypatch):
+    """By the way that one kernel takes under delayed scaling on a GPU, its place taken by plain torch: steps that move
+    the scales, with whatever frozen, and one pass without gradients between them."""
+    monkeypatch.setattr(GroupedMLP, "why_apart", lambda self, path, dtype: None)
+    monkeypatch.setattr(GroupedPath, "quantized_buffers", room_on_a_cpu)
+    with patch.object(GroupedPath, "fprop_and_cast", autospec=True, side_effect=cast_on_a_cpu) as taken:
+        for frozen in ((), ("0.weight",), ("2.weight",), ("0.weight", "2.weight")):
+            operations = make(activation, bias=False, dtype=torch.bfloat16)
+            operations[0].save_original_input = save_original_input
+            fused, unfused = pair(operations)
+            for sequential in (fused, unfused):
+                for name in frozen:
+                    sequential.get_parameter(name).requires_grad_(False)
+            for step, sizes in enumerate(([9, 0, 10, 2], [1, 20, 0, 0], [0, 0, 0, 24], [5, 5, 5, 5])):
+                x, scales, dy = data(operations, 24, sum(sizes), torch.bfloat16, seed=step)
+                with autocast(recipe="fp8_delayed"), torch.set_grad_enabled(step != 2):
+                    require_grad(x, scales)
+                    results = [run(sequential, x, scales, dy, sizes) for sequential in (fused, unfused)]
+                assert_same_bits(*results)
+                assert_same_bits(*(dict(sequential.named_buffers()) for sequential in (fused, unfused)))
+    assert taken.call_count == 16
+    assert {call.kwargs["stores_h"] for call in taken.call_args_list} == {True, False}
+
+
+def test_amaxes_are_recorded_in_one_order_by_all_ways(monkeypatch):
+    """Ranks of which one has no rows, or counts casts, take two ways in one step, and reduce their amaxes in order."""
+    monkeypatch.setattr(GroupedMLP, "why_apart", lambda self, path, dtype: None)
+    operations = make(bias=False, dtype=torch.bfloat16)
+    x, scales, dy = data(operations, 24, 21, torch.bfloat16)
+    add, orders = PendingUpdates.add, []
+
+    def noted(self, quantizer, *about):
+        orders[-1].append((id(quantizer.source.operation), quantizer.role))
+        return add(self, quantizer, *about)
+
+    monkeypatch.setattr(PendingUpdates, "add", noted)
+    sequential = Sequential(*operations)
+    for room in (room_on_a_cpu, lambda *_, **__: None):
+        monkeypatch.setattr(GroupedPath, "quantized_buffers", room)
+        orders.append([])
+        with (
+            patch.object(GroupedPath, "fprop_and_cast", autospec=True, side_effect=cast_on_a_cpu) as taken,
+            autocast(recipe="fp8_delayed"),
+        ):
+            run(sequential, x, scales, dy, [9, 0, 10, 2])
+        assert taken.called == (room is room_on_a_cpu)
+    assert orders[0] == orders[1] and len(orders[0]) >= 6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["SwiGLU", "ScaledSwiGLU"])
+def test_fc1_its_activation_and_the_cast_by_one_kernel_equal_unfused_on_the_gpu(activation):
+    operations = make(activation, hidden=768, inner=384, bias=False, dtype=torch.bfloat16, device="cuda")
+    fused, unfused = pair(operations)
+    words = "in training and in no-grad mode in the kernel of FC1 from 256 rows a group on"
+    if words not in fused.explain(recipe="fp8_delayed", dtype=torch.bfloat16):
+        pytest.skip("FC1, its activation and the cast are one kernel on Hopper.")
+    for step in range(6):  # runs, is recorded, is repeated
+        sizes = [[300, 0, 500, 400], [1024, 0, 0, 0], [256, 257, 255, 256]][step // 2]
+        x, scales, dy = data(operations, sum(sizes) + 20, sum(sizes), torch.bfloat16, "cuda", step)
+        with autocast(recipe="fp8_delayed"), torch.set_grad_enabled(step != 3):
+            require_grad(x, scales)
+            on_device = torch.tensor(sizes, device="cuda")
+            results = [run(sequential, x, scales, dy, on_device) for sequential in (fused, unfused)]
+        assert_same_bits(*results)
+        assert_same_bits(*(dict(sequential.named_buffers()) for sequential in (fused, unfused)))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", ["SwiGLU", "ScaledSwiGLU"])
 def test_fc1_and_its_activation_by_one_kernel_equal_unfused_on_the_gpu(activation):
@@ -593,12 +687,29 @@ IN_NO_GRAD = [
     ),
     (
         {"dtype": torch.bfloat16},
-        {"hidden": 256, "inner": 128, "bias": False},
+        {"hidden": 384, "inner": 128, "bias": False},
         "swiglu recomputed in backward; in training in the kernel of FC1 from 256 rows a group on; in no-grad mode in "
         "the kernel of FC1]",
     ),
     ({"dtype": torch.float32}, {}, "in no-grad mode apart from FC1: The kernel multiplies bfloat16 and float16"),
-    ({"dtype": torch.bfloat16, "recipe": "mxfp8"}, {}, "in no-grad mode apart from FC1: Its kernel multiplies values"),
+    (
+        {"dtype": torch.bfloat16, "recipe": "fp8_delayed"},
+        {"hidden": 768, "inner": 128, "bias": False},
+        "recomputed in backward; in training and in no-grad mode in the kernel of FC1 from 256 rows a group on]",
+    ),
+    (
+        {"dtype": torch.bfloat16, "recipe": "fp8_delayed"},
+        {"hidden": 384, "inner": 128, "bias": False},
+        "in no-grad mode apart from FC1: The kernel takes in features that are a multiple of 16, 768 at least, and",
+    ),
+    *(
+        (
+            {"dtype": torch.bfloat16, "recipe": recipe},
+            {"hidden": 768, "inner": 128, "bias": False},
+            "in training and in no-grad mode apart from FC1: Its kernel quantizes with one scale a group that is given",
+        )
+        for recipe in ("fp8_current", "fp8_rowwise", "mxfp8")
+    ),
     ({"dtype": torch.bfloat16}, {"hidden": 36}, "in no-grad mode apart from FC1: The kernel reads 16 bytes at a time"),
     ({"dtype": torch.bfloat16}, {"inner": 48, "interleave": 24}, "glu_interleave_size is 24"),
 ]
@@ -607,7 +718,8 @@ IN_NO_GRAD = [
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, perhaps another one")
 @pytest.mark.parametrize(("about", "shape", "words"), IN_NO_GRAD)
 def test_explain_says_whether_no_grad_mode_stores_the_pre_activation(about, shape, words, monkeypatch):
-    monkeypatch.setattr("ops.kernels.grouped_gemm.grouped_activation.why_no_gluon", lambda gpu: None)
+    for module in ("grouped_activation", "float8_activation"):
+        monkeypatch.setattr(f"ops.kernels.grouped_gemm.{module}.why_no_gluon", lambda gpu: None)
     assert words in Sequential(*make(**shape)).explain(device="cuda", **about)
     assert "SplitPath" in Sequential(*make(**shape), path="split").explain(device="cuda", **about)
     assert "no-grad" not in Sequential(*make(**shape)).explain(device="cpu", **about)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fuser import BasicOperation, FusedOperation, Sequential, autocast, checkpoint, ops
+from ops.lora import LoRALinear
 from recipes.tensors.splits import Splits
 
 
@@ -734,6 +735,30 @@ def test_a_parameter_on_another_device_than_x_is_named(operation: Any, recipe: s
     message = rf"x is on meta, but {type(operation).__name__}.weight is on cpu. Move one of them."
     with pytest.raises(ValueError, match=message), autocast(recipe):
         Sequential(operation)(torch.ones(1, 4, device="meta"))
+
+
+def test_an_adapter_on_another_device_than_x_is_named() -> None:
+    adapted = LoRALinear(ops.Linear(4, 4), 2, 4.0, 0.0)
+    adapted.weight = nn.Parameter(adapted.weight.detach().to("meta"), requires_grad=False)
+    adapted.bias = nn.Parameter(adapted.bias.detach().to("meta"), requires_grad=False)
+    with pytest.raises(ValueError, match=r"x is on meta, but LoRALinear.lora_A\S* is on cpu. Move one of them."):
+        Sequential(adapted)(torch.ones(1, 4, device="meta"))
+
+
+def test_operations_of_ones_own_may_move_their_parameters() -> None:
+    class Shift(BasicOperation):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.ones(4))
+
+        def fuser_forward(self, ctx: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+            return x + ctx.param("shift").to(x.device), {}
+
+        def fuser_backward(self, ctx: Any, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+            return dy, {"shift": dy.sum(0).to("cpu")}, {}
+
+    with torch.no_grad():
+        assert Sequential(Shift())(torch.ones(1, 4, device="meta")).is_meta
 
 
 # Checkpointing and saved-tensor hooks

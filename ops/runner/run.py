@@ -33,6 +33,7 @@ from ops.runner.input import (
     check_local,
     check_numbers,
     check_parameter,
+    check_place,
 )
 from ops.runner.lent_memory import memory_for_output
 from ops.runner.names import in_profile
@@ -215,13 +216,15 @@ class Pipeline:
             check_local((f"{type(operation).__name__}.{name}", p) for name, p in operation.named_parameters())
             operation.check_assigned()
             for name, parameter in operation.named_parameters():
+                label = f"{type(operation).__name__}.{name}"
                 if parameter.is_meta and not x.is_meta:
                     raise RuntimeError(
-                        f"{type(operation).__name__}.{name} is on the meta device, but x is on {x.device}. "
+                        f"{label} is on the meta device, but x is on {x.device}. "
                         f"Materialise it first: module.to_empty(device={str(x.device)!r}), then reset_parameters()."
                     )
+                check_place(label, parameter, operation, x.device)
             for name, parameter in operation.named_parameters(recurse=False):
-                check_parameter(f"{type(operation).__name__}.{name}", parameter, x.device)
+                check_parameter(f"{type(operation).__name__}.{name}", parameter.dtype)
 
     def _enter(self, wrapper: Any, program: Program, parameters: Sequence[Tensor]) -> None:
         """Run a program in the forward of this DistributedDataParallel, which is not that of last time."""

@@ -105,7 +105,7 @@ class QuantizedHandle(Tensor):
         """torch's own, which reads memory that is not there, on the values."""
         return self.copy_(self.dequantize().apply_(function))
 
-    def __dlpack__(self, **_: Any) -> Any:
+    def __dlpack__(self, *_: Any, **__: Any) -> Any:
         """Raises BufferError, as DLPack wants it: what shares memory by it would read address 0."""
         raise BufferError(
             f"A {type(self).__name__} holds codes alone, so there are no values in memory to share by DLPack. Share "
