@@ -841,6 +841,13 @@ def compile_all(mode: str, arch: int, every: bool) -> None:
         launch()
 
 
+def may_spill(report: dict) -> int:
+    """How many bytes, stored and loaded, the kernel of a report may spill."""
+    if (report["kernel"], report["config"][2]) == ("m_grouped_activation_gluon_kernel", WIDE_IN_GLUON.block_k):
+        return SPILLED_WITH_CODES
+    return SPILLED_AT_MEETINGS if report.get("meets") else 0
+
+
 def shared_barriers(ttgir: str) -> list[str]:
     """What else the compiler puts into the memory of barriers of copies (`recipes.triton.barriers_gluon`)."""
     with tempfile.NamedTemporaryFile("w", suffix=".ttgir") as file:
@@ -922,7 +929,7 @@ def test_configurations_compile_for_hopper(mode, every, cache):
     shipped = shipped_configs(mode)
     missing = shipped.keys() - {(report["kernel"], *report["config"]) for report in reports}
     assert not missing, f"configurations that were not compiled: {sorted(missing)}"
-    spilled = [report for report in reports if report["spilled_bytes"] > report.get("meets", 0) * SPILLED_AT_MEETINGS]
+    spilled = [report for report in reports if report["spilled_bytes"] > may_spill(report)]
     assert not spilled, "\n".join(map(str, spilled))
     for report in reports:
         assert report["shared_bytes"] <= LIMITS[90], report
@@ -962,9 +969,8 @@ def test_kernels_in_gluon_compile_for_hopper_with_each_release(every, cache):
         f"dactivation_{kind}gluon_kernel" for kind in ("", "amax_", "blocks_", "vectors_", "vector_amaxes_")
     }
     assert products | casts <= {report["kernel"] for report in reports}
-    with_codes = "m_grouped_activation_gluon_kernel", WIDE_IN_GLUON.block_k
     for report in reports:
-        spilled = SPILLED_WITH_CODES if (report["kernel"], report["config"][2]) == with_codes else 0
+        spilled = may_spill(report | {"meets": False})
         assert report["shared_bytes"] <= LIMITS[90] and report["spilled_bytes"] <= spilled, report
         assert not report["warnings"] and not report["shared_barriers"], report
 
