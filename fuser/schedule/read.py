@@ -51,7 +51,8 @@ class Entry:
     microbatch: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kind", Pass(self.kind))
+        if type(self.kind) is not Pass:
+            object.__setattr__(self, "kind", Pass(self.kind))
         microbatch = 0 if self.microbatch is None else self.microbatch
         whole = is_whole(self.chunk) and is_whole(microbatch)
         if not (whole and 1 <= self.chunk <= HIGHEST_NUMBER and 0 <= microbatch <= HIGHEST_NUMBER):
@@ -78,7 +79,9 @@ Item = float | str | Entry
 
 def number_of_entry(kind: Pass, chunk: int) -> float:
     """F2 -> 2, B2 -> -2, W2 -> -2.5."""
-    return {Pass.FORWARD: chunk, Pass.DGRAD: -chunk, Pass.WGRAD: -chunk - 0.5}[kind]
+    if kind is Pass.WGRAD:
+        return -chunk - 0.5
+    return chunk if kind is Pass.FORWARD else -chunk
 
 
 def read_order(order: str | Iterable[Item]) -> list[Entry]:

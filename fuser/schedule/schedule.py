@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 from fuser.schedule.error import Problem, ScheduleError, number_of, show
@@ -208,7 +208,8 @@ def _places(entries: Mapping[int, Entry]) -> Places:
 
 
 def _of_chunk(places: Places, chunk: int) -> list[int]:
-    return sorted(position for kind in Pass for position in places.get((kind, chunk), ()))
+    own = [places.get((kind, chunk), ()) for kind in (Pass.FORWARD, Pass.DGRAD, Pass.WGRAD)]
+    return sorted(chain(*own))
 
 
 def _layers_problems(
@@ -270,7 +271,7 @@ def _total_problems(
             count = counts.get((kind, chunk), 0)
             if count == right:
                 continue
-            name = f"{kind.value}{chunk} ({number_of_entry(kind, chunk)})"
+            name = f"{kind}{chunk} ({number_of_entry(kind, chunk)})"
             mend = f"Add {right - count} more {name}" if count < right else f"Take {count - right} {name} away"
             if kind is Pass.WGRAD and not right:
                 because, mend = "no layer of it delays its wgrad", f"{mend}, or let a layer delay its wgrad"
