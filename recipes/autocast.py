@@ -138,8 +138,9 @@ class autocast(ContextDecorator):
         entry, self._entry = self._entry, None
         if entry is None:
             raise RuntimeError("This autocast is not open. Use it in a `with` statement.")
+        is_outermost = self._is_outermost or own_entries()[:1] == (entry,)  # they may close in any order
         remove(entry)
-        if not self._is_outermost:
+        if not is_outermost:
             return
         if torch._C._are_functorch_transforms_active():
             # torch.func.grad and vjp let nothing change that they do not differentiate, such as a quantizer's state.
@@ -155,7 +156,7 @@ class autocast(ContextDecorator):
         quantizers = entry.updates.take()
         awaited = self._awaited_by(entry)
         if quantizers or awaited:
-            perform(Effect(_end_of_step, (quantizers, self._group, awaited), partial(forget, quantizers)))
+            perform(Effect(_end_of_step, (quantizers, entry.updates, awaited), partial(forget, quantizers)))
 
     def _trace(self, recipe: Recipe | str | None, enabled: bool, batch_invariant: bool, *others: object) -> None:
         if any(other is not None for other in others):
@@ -180,7 +181,7 @@ class autocast(ContextDecorator):
         is_recomputation = entry.scales is not None
         if is_recomputation or entry.updates.has_evaluated or not torch.is_grad_enabled() or recording() is not None:
             return ()
-        return self._recipe.amax_reduction_groups(self._group)
+        return self._recipe.amax_reduction_groups(entry.updates.group)
 
 
 def _asked(recipe: Recipe | str | None, enabled: bool, batch_invariant: bool) -> Recipe:
@@ -239,12 +240,15 @@ def _check_kinds(amax_reduction_group: object, keep_weights: object, scales: obj
 
 def _end_of_step(
     quantizers: Mapping[torch.UntypedStorage, RecordsAmaxes],
-    group: dist.ProcessGroup | None,
+    own: PendingUpdates,
     awaited: Iterable[dist.ProcessGroup | None],
 ) -> None:
-    """End a step when the outermost context closes. A graph replayed within an autocast is part of that one's step."""
+    """End a step when the outermost context closes. A graph replayed within an autocast is part of that one's step.
+
+    own: the updates of the context, which may have opened first and be closed before others
+    """
     updates = current_updates()
-    if updates is None:
-        end_steps(quantizers, group, awaited)
+    if updates is None or updates is own:
+        end_steps(quantizers, own.group, awaited)
     else:
         updates.join(quantizers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
-from enum import Enum
+from enum import Enum, StrEnum
 from functools import cache, cached_property, lru_cache, partial
 from typing import Any, ClassVar, Protocol
 
@@ -22,7 +22,7 @@ from recipes.tensors.formats import Format
 from recipes.tensors.quantizer import Quantizer
 
 
-class Role(Enum):
+class Role(StrEnum):
     """What a tensor is to a matrix product: x and w of fprop, dy of dgrad and wgrad."""
 
     INPUT = "input"

@@ -248,6 +248,34 @@ def test_only_the_outermost_context_ends_a_step():
     assert op.quantizer_input_scale.item() == 64.0
 
 
+def test_contexts_that_overlap_end_their_steps():
+    """As those of generators that take turns: the outermost of those that are open ends a step."""
+    operations = [ops.Linear(4, 4, bias=False) for _ in range(2)]
+
+    def stream(op):
+        while True:
+            with autocast(SHORT):
+                yield op(torch.full((2, 4), 7.0, requires_grad=True))
+
+    streams = [stream(op) for op in operations]
+    for _ in range(3):
+        for each in streams:
+            next(each).sum().backward()
+    assert [op.quantizer_input_scale.item() for op in operations] == [64.0, 64.0]
+    for each in reversed(streams):
+        each.close()
+
+    op = ops.Linear(4, 4, bias=False)
+    first, second = autocast(SHORT), autocast(SHORT)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    op(torch.full((2, 4), 7.0))
+    assert op.quantizer_input_scale.item() == 1.0
+    second.__exit__(None, None, None)
+    assert op.quantizer_input_scale.item() == 64.0
+
+
 def test_without_a_context_a_call_is_a_step():
     op = ops.Linear(4, 4, bias=False).set_recipe(SHORT)
     op(torch.full((2, 4), 7.0))
@@ -373,6 +401,38 @@ def test_strict_loading_between_any_two_recipes():
     with_state.load_state_dict(fresh.state_dict())
     assert not scales_of(with_state)  # back to the beginning
     assert torch.equal(step(with_state, 3), step(fresh, 3))
+
+
+@pytest.mark.parametrize("given", [[], ["2.bias"], ["0.weight", "2.quantizer_input_scale"]], ids=str)
+def test_states_that_a_part_of_a_state_dict_lacks_stay(given):
+    """As all that is absent, with strict=False and where strict loading fails."""
+    model, other = mlp(), mlp()
+    step(model, 0)
+    step(other, 1)
+    part = {name: tensor for name, tensor in other.state_dict().items() if name in given}
+    before = scales_of(model)
+    for strict in (False, True):
+        if strict:
+            with pytest.raises(RuntimeError, match="Missing key"):
+                model.load_state_dict(part)
+        else:
+            model.load_state_dict(part, strict=False)
+        after = scales_of(model)
+        assert after.keys() == before.keys()
+        for name, tensor in after.items():
+            assert torch.equal(tensor, part.get(name, before[name])), name
+
+
+@pytest.mark.parametrize("length", [0, 1, 3])
+def test_scales_of_another_number_of_groups_are_refused(length):
+    """Such as those of all experts, where weights and histories were cut to a rank's."""
+    model = mlp(2)
+    step(model, 0, sizes=(5, 3))
+    state = model.state_dict()
+    state["0.quantizer_input_scale"] = torch.full((length,), 5.0)
+    model.load_state_dict(state)
+    with pytest.raises(ValueError, match=rf"has quantizer_input_scale of shape \[{length}\], but \[2\] is needed"):
+        step(model, 1, sizes=(5, 3))
 
 
 def test_a_history_of_another_length_is_cut_or_goes_on():

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fuser import BasicOperation, FusedOperation, Sequential, autocast, checkpoint, ops
+from recipes import Splits
 from tests.check_operation import DEVICES, DTYPES
 from tests.reference import (
     ROUNDED_OFTEN,
@@ -126,6 +127,15 @@ def test_names_without_kinds_are_refused_where_a_class_declares_them(declared: s
         TypeError, match=rf"Named.{declared} is \('extra',\), but must have the kind of each by its name"
     ):
         type("Named", (Times,), {declared: ("extra",)})
+
+
+@pytest.mark.parametrize("declared", ["extra_inputs", "extra_outputs"])
+@pytest.mark.parametrize("kind", ["Tensor", Tensor | None, torch.FloatTensor, nn.Parameter, float])
+def test_kinds_that_are_no_classes_of_extra_tensors_are_refused_where_a_class_declares_them(kind, declared) -> None:
+    """They would have no gradient."""
+    with pytest.raises(TypeError, match=rf"Kinds.{declared} has the kind .* for 'extra'. Give torch.Tensor, which has"):
+        type("Kinds", (Times,), {declared: {"extra": kind}})
+    type("Kinds", (Times,), {declared: {"extra": list[Tensor], "other": dict, "sizes": Splits}})
 
 
 @pytest.mark.parametrize("name", ["outputs", "x"])

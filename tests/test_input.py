@@ -105,7 +105,7 @@ def test_nothing_is_computed_in_float8(door: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["high_precision", "fp8_current"])
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64, torch.int8, torch.bool], ids=str)
 @pytest.mark.parametrize("name", ["Linear", "GroupedLinear", "Bias", "RMSNorm", "Router"])
 def test_parameters_loaded_in_a_dtype_that_is_not_computed_in_are_refused(
     name: str, dtype: torch.dtype, recipe: str
@@ -117,6 +117,37 @@ def test_parameters_loaded_in_a_dtype_that_is_not_computed_in_are_refused(
     message = rf"{name}\.\w+ is {dtype}, but parameters must be .* times their scale"
     with pytest.raises(TypeError, match=message), autocast(recipe):
         model(torch.ones(3, WIDTH), **extras)
+
+
+class Ordered(BasicOperation):
+    """y = x[:, order]"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = nn.Parameter(torch.arange(WIDTH).flip(0), requires_grad=False)
+
+    def fuser_forward(self, ctx: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+        return x[:, self.order], {}
+
+    def fuser_backward(self, ctx: Any, dy: Any, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+        return dy[:, self.order], {}, {}
+
+
+def test_indices_among_the_parameters_of_ones_own_operation_leave_x_its_dtype() -> None:
+    linear = ops.Linear(WIDTH, WIDTH)
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    for operations in ([Ordered()], [linear, Ordered()], [Ordered(), linear], [linear, Ordered(), linear]):
+        x.grad = None
+        y = Sequential(*operations)(x)
+        y.sum().backward()
+        wanted = x.detach().clone().requires_grad_()
+        expected = wanted
+        for operation in operations:
+            flips = isinstance(operation, Ordered)
+            expected = expected.flip(1) if flips else nn.functional.linear(expected, linear.weight, linear.bias)
+        expected.sum().backward()
+        torch.testing.assert_close(y, expected)
+        torch.testing.assert_close(x.grad, wanted.grad)
 
 
 @pytest.mark.parametrize("name", MOVING)

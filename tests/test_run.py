@@ -1357,6 +1357,19 @@ def test_an_extra_output_of_floating_point_that_is_declared_as_indices_is_an_err
         Sequential(Counts())(torch.ones(2))
 
 
+@pytest.mark.parametrize("kind", [Splits, dict])
+def test_a_tensor_in_place_of_a_container_that_is_declared_is_an_error(kind: type) -> None:
+    """It would have no gradient."""
+
+    class Contains(Tap):
+        extra_outputs = {"tapped": kind}
+
+    with pytest.raises(
+        TypeError, match=r"returned a Tensor as the extra output 'tapped', which is declared .* Declare"
+    ):
+        Sequential(Contains())(torch.ones(2))
+
+
 @pytest.mark.parametrize("outputs", [None, [torch.ones(2)], {"tapped": None}, {"tapped": 1.0}, {"tapped": [1.0]}])
 def test_extra_outputs_that_are_no_mapping_of_tensors_are_errors(outputs: Any) -> None:
     class Returns(Tap):

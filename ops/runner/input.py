@@ -113,19 +113,26 @@ def check_numbers(dtype: torch.dtype, operations: Iterable[Any]) -> None:
             )
 
 
-def check_parameter(name: str, dtype: torch.dtype) -> None:
-    """Raise TypeError for a parameter of complex numbers or of float8, in which an operation would compute then."""
-    if (dtype.is_floating_point or dtype.is_complex) and dtype not in NUMBERS:
+def check_parameter(name: str, dtype: torch.dtype, operation: object) -> None:
+    """Raise TypeError for a parameter of complex numbers or of float8, in which an operation would compute then, and of
+    integers in a built-in operation; one of the user's own may hold indices."""
+    is_integer = not (dtype.is_floating_point or dtype.is_complex)
+    if dtype not in NUMBERS and not (is_integer and not is_built_in(operation)):
         raise TypeError(
             f"{name} is {dtype}, but parameters must be bfloat16, float16, float32 or float64. Assign its values in "
             "one of these, times their scale if they have one; to hold weights quantized there is fuser.to_quantized."
         )
 
 
+def is_built_in(operation: object) -> bool:
+    """Whether it is of this repository, and not the user's own."""
+    return type(operation).__module__.partition(".")[0] in ("ops", "fuser")
+
+
 def check_place(name: str, parameter: Tensor, operation: object, device: torch.device) -> None:
     """Raise ValueError for a parameter of a built-in operation that is not on x's device, as `check_extra_tensor`; one
     of the user's own may move it there."""
-    if parameter.device == device or type(operation).__module__.partition(".")[0] not in ("ops", "fuser"):
+    if parameter.device == device or not is_built_in(operation):
         return
     if parameter.dim() or parameter.device.type != "cpu":
         raise ValueError(f"x is on {device}, but {name} is on {parameter.device}. Move one of them.")

@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Self
+from types import NoneType, UnionType
+from typing import Any, Self, get_origin
+
+import torch
+from torch import Tensor
+
+
+def _is_kind(kind: Any) -> bool:
+    """Whether it is torch.Tensor, or a class of what is no tensor and no number; list[int] is a list."""
+    kind = get_origin(kind) or kind
+    if kind is Tensor or not isinstance(kind, type):
+        return kind is Tensor
+    is_number = issubclass(kind, (int, float, complex, str, NoneType, UnionType))
+    return not (is_number or issubclass(kind, Tensor) or isinstance(kind, type(torch.FloatTensor)))
 
 
 class NamedExtras:
@@ -32,6 +45,12 @@ class NamedExtras:
                     f"{cls.__name__}.{declared} is {kinds!r}, but must have the kind of each by its name: "
                     "{'name': torch.Tensor}."
                 )
+            for name, kind in kinds.items() if isinstance(kinds, Mapping) else ():
+                if not _is_kind(kind):
+                    raise TypeError(
+                        f"{cls.__name__}.{declared} has the kind {kind!r} for {name!r}. Give torch.Tensor, which has a "
+                        "gradient, IndexTensor, Splits, or the class of another container."
+                    )
 
     def check_extra_from(self, name: str, maker: NamedExtras) -> None:
         """Raise ValueError if its extra input `name`, which this one before it in the Sequential makes, does not go

@@ -2,8 +2,8 @@
 
 They are named `quantizer_<role>_<name>`, such as `quantizer_input_amax_history`. An operation that never ran under a
 recipe with a state has none, so a state dict of it has no extra key. Strict loading works between all recipes: an
-absent entry puts the state back to its beginning, and one that is not there yet is made. Under inference mode they are
-made as ordinary tensors, which a later training step may change.
+entry that is absent beside the operation's parameters puts the state back to its beginning, and one that is not there
+yet is made. Under inference mode they are made as ordinary tensors, which a later training step may change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.recipe import Recipe, Role
-from recipes.tensors.quantizer import Quantizer, StateShapes
+from recipes.tensors.quantizer import Quantizer
 from recipes.triton.tape import taping
 
 _PREFIXES = tuple(f"quantizer_{role.value}_" for role in Role)
@@ -42,13 +42,13 @@ class QuantizerState:
         for name, (shape, _) in shapes.items():
             tensor, wanted = buffers.get(self.prefix + name), names is None or name in names
             if tensor is None or (wanted and not _is_ready(tensor, shape, device)):
-                tensor = self._make(name, tensor, shapes, device)
+                tensor = self._make(name, tensor, quantizer, device)
             found[name] = tensor
         return found
 
     @torch.inference_mode(False)
-    def _make(self, name: str, old: Tensor | None, shapes: StateShapes, device: torch.device | None) -> Tensor:
-        shape, initial = shapes[name]
+    def _make(self, name: str, old: Tensor | None, quantizer: Quantizer, device: torch.device | None) -> Tensor:
+        shape, initial = quantizer.state_shapes(self.num_scales)[name]
         if taping.tape is not None:  # a repetition would change the operation's tensors, and make none
             taping.tape.repeatable = False
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -58,7 +58,9 @@ class QuantizerState:
             )
         new = torch.full(shape, initial, dtype=torch.float32, device=device or (None if old is None else old.device))
         if old is not None and not old.is_meta:
-            if old.shape[1:] != new.shape[1:] or old.dim() != new.dim():
+            of_more, _ = quantizer.state_shapes(self.num_scales + 1)[name]
+            begin = 1 if shape[:1] == of_more[:1] else 0  # of a history the length, of which the groups are none
+            if old.shape[begin:] != new.shape[begin:] or old.dim() != new.dim():
                 raise ValueError(
                     f"{type(self.operation).__name__} has {self.prefix + name} of shape {list(old.shape)}, but "
                     f"{list(shape)} is needed. Load the state of an operation with as many groups."
@@ -135,12 +137,16 @@ def _is_ready(tensor: Tensor, shape: tuple[int, ...], device: torch.device | Non
 
 
 @torch.inference_mode(False)
-def prepare_loading(operation: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
+def prepare_loading(operation: nn.Module, state_dict: Mapping[str, Any], prefix: str, is_whole: bool) -> None:
     """Make the operation's state buffers those that `state_dict` holds under `prefix`, with their values: weights that
-    are held quantized are written with the scale that comes with them, and torch loads buffers last."""
-    for name in list(held_names(operation._buffers)):
-        if prefix + name not in state_dict:
-            del operation._buffers[name]
+    are held quantized are written with the scale that comes with them, and torch loads buffers last.
+
+    is_whole: whether it holds the operation; of some of its entries alone the states stay, as all that is absent
+    """
+    if is_whole:
+        for name in list(held_names(operation._buffers)):
+            if prefix + name not in state_dict:
+                del operation._buffers[name]
     for key, value in state_dict.items():
         name = key.removeprefix(prefix)
         if key.startswith(prefix) and name.startswith(_PREFIXES):

@@ -170,7 +170,7 @@ class Pipeline:
         if program is None:
             check_numbers(x.dtype, self.operations)
             self._check_parameters(x)
-            dtype = autocast_dtype or (dtypes[0] if dtypes else x.dtype)
+            dtype = autocast_dtype or next((own for own in dtypes if own.is_floating_point), x.dtype)
             if torch.float64 in dtypes:
                 dtype = torch.float64  # the widest decides: it is what a kernel may lack
             path = self.path or recipe.path
@@ -224,7 +224,7 @@ class Pipeline:
                     )
                 check_place(label, parameter, operation, x.device)
             for name, parameter in operation.named_parameters(recurse=False):
-                check_parameter(f"{type(operation).__name__}.{name}", parameter.dtype)
+                check_parameter(f"{type(operation).__name__}.{name}", parameter.dtype, operation)
 
     def _enter(self, wrapper: Any, program: Program, parameters: Sequence[Tensor]) -> None:
         """Run a program in the forward of this DistributedDataParallel, which is not that of last time."""
@@ -575,12 +575,15 @@ def _check_extra_outputs(outputs: Any, wiring: Wiring) -> None:
                 f"{names or 'none'}. Name it in extra_outputs, or leave it out."
             )
     for local, _, kind in wiring.outputs:
-        if kind in (Tensor, IndexTensor) and local in outputs and not isinstance(outputs[local], Tensor):
+        if local not in outputs:
+            continue
+        if (kind in (Tensor, IndexTensor)) != isinstance(outputs[local], Tensor):
+            mend = "Return a tensor." if kind in (Tensor, IndexTensor) else "Declare it a torch.Tensor."
             raise TypeError(
-                f"fuser_forward returned a {type(outputs[local]).__name__} as the extra output {local!r}. "
-                "Return a tensor."
+                f"fuser_forward returned a {type(outputs[local]).__name__} as the extra output {local!r}, which is "
+                f"declared {kind!r}. {mend}"
             )
-        if kind is IndexTensor and local in outputs and outputs[local].is_floating_point():
+        if kind is IndexTensor and outputs[local].is_floating_point():
             raise TypeError(
                 f"fuser_forward returned the extra output {local!r} in {outputs[local].dtype}, but it is declared an "
                 "IndexTensor, of integers, which have no gradient. Declare it a Tensor, or return integers."
