@@ -29,7 +29,7 @@ if not HAS_CUDA:
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 from recipes.triton.replay import forget  # noqa: E402
-from tests.interpreter import replace_once_a_launch  # noqa: E402
+from tests.interpreter import quicken  # noqa: E402
 from tests.pairwise import leave_to_rest  # noqa: E402
 from tests.smoke import all_launched, mark_smoke_tests  # noqa: E402
 
@@ -38,7 +38,7 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
-replace_once_a_launch()
+quicken()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
