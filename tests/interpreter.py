@@ -1,11 +1,11 @@
 """Triton's interpreter without what it does again and what it does in vain, which is more than half of its time.
 
-    the language   Whenever a kernel is launched, and whenever that calls a function with `@triton.jit`, it lists all
-                   members of the modules of `triton.language` and replaces those that it has functions of its own
-                   for. Here they are listed once a process, and replaced once a launch.
-    overflows      Each sum, difference and product of integers is computed once more in int64 and compared with the
-                   largest and the smallest number, for an assertion that is made with `debug` alone. Here it is not.
-    dtypes         NumPy's of one of Triton's is found in a table that is made for each question. Here it is kept.
+the language   Whenever a kernel is launched, and whenever that calls a function with `@triton.jit`, it lists all
+               members of the modules of `triton.language` and replaces those that it has functions of its own
+               for. Here they are listed once a process, and replaced once a launch.
+overflows      Each sum, difference and product of integers is computed once more in int64 and compared with the
+               largest and the smallest number, for an assertion that is made with `debug` alone. Here it is not.
+dtypes         NumPy's of one of Triton's is found in a table that is made for each question. Here it is kept.
 """
 
 from collections.abc import Callable
