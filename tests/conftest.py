@@ -44,7 +44,8 @@ quicken()
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     leave_to_rest(items)
     mark_smoke_tests(items)
-    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)  # the longest come first
+    # The longest come first, so that no process is left alone with one.
+    items.sort(key=lambda item: [item.get_closest_marker(mark) is None for mark in ("timeout", "slow")])
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_CUDA:
             item.add_marker(pytest.mark.skip(reason="This test needs a CUDA device, and torch sees none."))

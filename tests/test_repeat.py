@@ -623,6 +623,7 @@ def launches(tmp_path_factory):
 
 @pytest.mark.rest
 @pytest.mark.triton
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_repeated_steps_launch_what_steps_in_full_launch(case, launches):
     number, same, repeated, calls, backwards, zeroing = launches[case]
