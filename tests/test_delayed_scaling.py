@@ -423,16 +423,6 @@ def test_states_that_a_part_of_a_state_dict_lacks_stay(given):
             assert torch.equal(tensor, part.get(name, before[name])), name
 
 
-@pytest.mark.parametrize("name", ["1.quantizer_input_scale", "3.quantizer_weight_scale"])
-def test_a_state_for_an_operation_that_has_none_is_unexpected(name):
-    """Such as one of another position."""
-    model = Sequential(*mlp(), ops.RMSNorm(16))
-    state = {**model.state_dict(), name: torch.ones(1)}
-    with pytest.raises(RuntimeError, match=f"Unexpected key.*{name}"):
-        model.load_state_dict(state)
-    assert name not in model.state_dict()
-
-
 @pytest.mark.parametrize("length", [0, 1, 3])
 def test_scales_of_another_number_of_groups_are_refused(length):
     """Such as those of all experts, where weights and histories were cut to a rank's."""

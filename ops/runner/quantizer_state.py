@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ops.runner.input import is_built_in
 from recipes.recipe import Recipe, Role
 from recipes.tensors.quantizer import Quantizer
 from recipes.triton.tape import taping
@@ -138,7 +137,7 @@ def _is_ready(tensor: Tensor, shape: tuple[int, ...], device: torch.device | Non
 
 
 @torch.inference_mode(False)
-def prepare_loading(operation: Any, state_dict: Mapping[str, Any], prefix: str, is_whole: bool) -> None:
+def prepare_loading(operation: nn.Module, state_dict: Mapping[str, Any], prefix: str, is_whole: bool) -> None:
     """Make the operation's state buffers those that `state_dict` holds under `prefix`, with their values: weights that
     are held quantized are written with the scale that comes with them, and torch loads buffers last.
 
@@ -148,11 +147,9 @@ def prepare_loading(operation: Any, state_dict: Mapping[str, Any], prefix: str, 
         for name in list(held_names(operation._buffers)):
             if prefix + name not in state_dict:
                 del operation._buffers[name]
-    roles = operation.quantized_roles if is_built_in(operation) else Role  # entries for others are torch's to refuse
-    prefixes = tuple([f"quantizer_{role}_" for role in roles])
     for key, value in state_dict.items():
         name = key.removeprefix(prefix)
-        if key.startswith(prefix) and name.startswith(prefixes):
+        if key.startswith(prefix) and name.startswith(_PREFIXES):
             mine = operation._buffers.get(name)
             if mine is None or mine.shape != value.shape:
                 device = next((p.device for p in operation.parameters()), value.device)
