@@ -12,6 +12,7 @@ from fuser.explain_quantized import explain_module, explain_quantized
 from fuser.layout import Container, Layout
 from fuser.plan import fusions_version
 from ops.products.paths import choose_path
+from ops.runner.parameters import planned_dtype
 from ops.runner.program import Plan, PlannedOperation, handed_on_by, why_not_batch_invariant
 from ops.runner.repeat import why_not_repeated
 from ops.runner.run import Pipeline
@@ -65,12 +66,11 @@ def explain(
 
 
 def device_and_dtype(module: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Those of its parameters, of which the widest decides: it is what a kernel may lack."""
+    """Those for which its parameters are planned."""
     parameters = list(module.parameters())
     if not parameters:
         return torch.device("cpu"), torch.get_default_dtype()
-    is_double = any(parameter.dtype == torch.float64 for parameter in parameters)
-    return parameters[0].device, torch.float64 if is_double else parameters[0].dtype
+    return parameters[0].device, planned_dtype((p.dtype for p in parameters), torch.get_default_dtype())
 
 
 def _explain_pipeline(pipeline: Pipeline, request: PlanRequest, given: Mapping[str, Any]) -> list[str]:

@@ -6,8 +6,10 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
-from fuser import Sequential, autocast, checkpoint, ops
+import fuser
+from fuser import Sequential, autocast, checkpoint, ops, quantized_model_init
 from recipes import E4M3, E5M2, DelayedScaling, Format, MXFP8BlockScaling, Role
 from recipes.casts.amax_history import end_step_ref
 from recipes.pending import PendingUpdates
@@ -418,9 +420,39 @@ def test_states_that_a_part_of_a_state_dict_lacks_stay(given):
         else:
             model.load_state_dict(part, strict=False)
         after = scales_of(model)
-        assert after.keys() == before.keys()
+        of_weight = {name for name in before if name.startswith("0.quantizer_weight_") and "0.weight" in given}
+        assert after.keys() == before.keys() - of_weight  # which begin anew with it
         for name, tensor in after.items():
             assert torch.equal(tensor, part.get(name, before[name])), name
+
+
+@pytest.mark.parametrize("make", [lambda: ops.Quantize(backward=True), lambda: weight_norm(ops.Linear(16, 16))])
+def test_states_that_a_whole_state_dict_lacks_begin_anew(make):
+    """Without torch's metadata, too, as of a file of safetensors."""
+    model, fresh = (Sequential(make(), ops.Linear(16, 16, bias=False)) for _ in range(2))
+    for module in (model, fresh):
+        torch.manual_seed(2)
+        for parameter in module.parameters():
+            nn.init.normal_(parameter)
+    x = torch.randn(16, 16)
+    with autocast(SHORT):
+        model(x.clone().requires_grad_()).sum().backward()
+    model.load_state_dict(dict(fresh.state_dict()))
+    assert not scales_of(model)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_weights_that_are_held_quantized_and_loaded_alone_have_their_own_scale(stacked):
+    with quantized_model_init(SHORT):
+        model = Sequential(ops.GroupedLinear(2, 16, 32, stacked=stacked))
+    for _ in range(2):
+        with autocast(SHORT):
+            model(torch.randn(8, 16, requires_grad=True), split_sizes=[5, 3]).sum().backward()
+    name = "0.weight" if stacked else "0.weight0"
+    weight = 20 * torch.randn(2, 32, 16) if stacked else 20 * torch.randn(32, 16)
+    model.load_state_dict({name: weight}, strict=False)
+    found = fuser.dequantized_state_dict(model.state_dict())[name]
+    torch.testing.assert_close(found.float(), weight, rtol=0.07, atol=0.05)
 
 
 @pytest.mark.parametrize("length", [0, 1, 3])

@@ -130,7 +130,7 @@ def test_names_without_kinds_are_refused_where_a_class_declares_them(declared: s
 
 
 @pytest.mark.parametrize("declared", ["extra_inputs", "extra_outputs"])
-@pytest.mark.parametrize("kind", ["Tensor", Tensor | None, torch.FloatTensor, nn.Parameter, float])
+@pytest.mark.parametrize("kind", ["Tensor", Tensor | None, torch.FloatTensor, nn.Parameter])
 def test_kinds_that_are_no_classes_of_extra_tensors_are_refused_where_a_class_declares_them(kind, declared) -> None:
     """They would have no gradient."""
     with pytest.raises(TypeError, match=rf"Kinds.{declared} has the kind .* for 'extra'. Give torch.Tensor, which has"):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from fuser import BasicOperation, Sequential, autocast, ops
+from fuser import BasicOperation, Sequential, autocast, lora, ops
 
 WIDTH = 8
 SIZES = {"split_sizes": [2, 1]}
@@ -131,6 +131,23 @@ class Ordered(BasicOperation):
 
     def fuser_backward(self, ctx: Any, dy: Any, d_extra_outputs: Mapping[str, Tensor]) -> Any:
         return dy[:, self.order], {}, {}
+
+
+def test_integers_are_refused_in_parametrized_operations_and_adapters() -> None:
+    parametrized, adapted = ops.Linear(WIDTH, WIDTH), Sequential(ops.Linear(WIDTH, WIDTH))
+    nn.utils.parametrizations.weight_norm(parametrized)
+    parametrized.bias = nn.Parameter(torch.ones(WIDTH, dtype=torch.int32), requires_grad=False)
+    lora.add(adapted, rank=2, alpha=2)
+    adapted[0].lora_A.weight = nn.Parameter(torch.ones(2, WIDTH, dtype=torch.int32), requires_grad=False)
+    for model, name in ((Sequential(parametrized), "bias"), (adapted, "lora_A.weight")):
+        with pytest.raises(TypeError, match=rf"\.{name} is torch.int32, but parameters must be"):
+            model(torch.ones(3, WIDTH))
+
+
+def test_indices_are_not_what_is_planned_for() -> None:
+    layer = (ops.GroupedLinear(2, WIDTH, 2 * WIDTH), ops.ScaledSwiGLU(), ops.GroupedLinear(2, WIDTH, WIDTH))
+    model = Sequential(Ordered(), *layer)
+    assert "int64" not in model.explain(device="cuda") and "float32" in model.explain(device="cuda")
 
 
 def test_indices_among_the_parameters_of_ones_own_operation_leave_x_its_dtype() -> None:

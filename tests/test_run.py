@@ -9,7 +9,7 @@ import pickle
 import re
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import pytest
 import torch
@@ -1357,9 +1357,18 @@ def test_an_extra_output_of_floating_point_that_is_declared_as_indices_is_an_err
         Sequential(Counts())(torch.ones(2))
 
 
-@pytest.mark.parametrize("kind", [Splits, dict])
-def test_a_tensor_in_place_of_a_container_that_is_declared_is_an_error(kind: type) -> None:
+@pytest.mark.parametrize("kind", [float, dict, object, Annotated[Tensor, "tapped"]])
+def test_a_tensor_in_place_of_what_is_declared_is_an_error(kind: type) -> None:
     """It would have no gradient."""
+
+    class Takes(Tap):
+        extra_inputs = {"factor": kind}
+
+    with pytest.raises(
+        TypeError, match=r"In operation 0 \(Takes\): The extra input 'factor' is a tensor, but it is decl"
+    ):
+        Sequential(Takes())(torch.ones(2), factor=torch.ones(2))
+    assert torch.equal(Sequential(Takes())(torch.ones(2), factor=3), torch.ones(2))
 
     class Contains(Tap):
         extra_outputs = {"tapped": kind}
@@ -1368,6 +1377,18 @@ def test_a_tensor_in_place_of_a_container_that_is_declared_is_an_error(kind: typ
         TypeError, match=r"returned a Tensor as the extra output 'tapped', which is declared .* Declare"
     ):
         Sequential(Contains())(torch.ones(2))
+
+
+def test_split_sizes_may_be_returned_as_a_tensor() -> None:
+    class Divides(Tap):
+        extra_outputs = {"split_sizes": Splits}
+
+        def fuser_forward(self, ctx: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+            return x, {"split_sizes": torch.tensor([2, 3])}
+
+    linear, x = ops.GroupedLinear(2, 4, 4), torch.randn(5, 4)
+    y, sizes = Sequential(Divides(), linear)(x, outputs=("split_sizes",))
+    assert torch.equal(y, linear(x, split_sizes=[2, 3])) and sizes["split_sizes"].tolist() == [2, 3]
 
 
 @pytest.mark.parametrize("outputs", [None, [torch.ones(2)], {"tapped": None}, {"tapped": 1.0}, {"tapped": [1.0]}])

@@ -14,6 +14,7 @@ from fuser.plan import fusions_version
 from fuser.schedule.schedule import Event, Pass, Schedule
 from ops.products.paths import choose_path
 from ops.runner.operation import BasicOperation
+from ops.runner.parameters import planned_dtype
 from ops.runner.run import Pipeline
 from recipes.recipe import recipe_within
 from recipes.registry import RECIPES
@@ -101,13 +102,12 @@ def _requests(module: nn.Module, settings: Settings) -> Iterator[tuple[str, Basi
 
 def _request(operation: BasicOperation, settings: Settings, path: str | None) -> PlanRequest:
     chosen = recipe_within(operation.recipe, settings.recipe)
-    dtypes = [parameter.dtype for parameter in operation.parameters()] or [torch.get_default_dtype()]
-    autocasts, dtype = settings.torch_autocast
-    if torch.float64 in dtypes:
-        dtype = torch.float64
-    elif not autocasts:
-        dtype = dtypes[0]
-    needs = (True, (True,) * len(dtypes), ())
+    parameters = list(operation.parameters())
+    autocasts, of_autocast = settings.torch_autocast
+    dtype = planned_dtype((parameter.dtype for parameter in parameters), torch.get_default_dtype())
+    if autocasts and dtype != torch.float64:
+        dtype = of_autocast
+    needs = (True, (True,) * len(parameters), ())
     return PlanRequest(
         chosen, settings.device, dtype, needs, operation.training, path or chosen.path, fusions_version()
     )  # fmt: skip

@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ops.runner.context import IndexTensor
+from ops.runner.parameters import without_parametrizations
 from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantized_handle import QuantizedHandle
 from recipes.tensors.quantized_shard import is_dtensor
@@ -15,7 +17,7 @@ from recipes.tensors.quantized_tensor import QuantizedTensor
 
 NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # in which operations compute
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = (Tensor, nn.Parameter)
 _LAYOUTS = frozenset((torch.strided, torch.jagged))
 
 
@@ -85,11 +87,19 @@ def check_real(name: str, dtype: torch.dtype) -> None:
         )
 
 
-def check_extra_tensor(name: str, value: Any, device: torch.device) -> None:
-    """Raise TypeError for an extra input that is no tensor, ValueError for one that is not on x's device.
+def check_extra_tensor(name: str, value: Any, device: torch.device, kind: type) -> None:
+    """Raise TypeError for an extra input that is no tensor, or one where it is declared of another kind, and would have
+    no gradient; ValueError for one that is not on x's device.
 
     A CPU tensor without dimensions goes with any x, as everywhere in torch.
     """
+    if kind not in (Tensor, IndexTensor):
+        if isinstance(value, Tensor):
+            raise TypeError(
+                f"The extra input {name!r} is a tensor, but it is declared {kind!r}. Declare it a torch.Tensor or an "
+                "IndexTensor."
+            )
+        return
     if not isinstance(value, Tensor):
         given = "None" if value is None else f"a {type(value).__name__}"
         raise TypeError(f"The extra input {name!r} is {given}, which is no tensor. Give one.")
@@ -113,7 +123,7 @@ def check_numbers(dtype: torch.dtype, operations: Iterable[Any]) -> None:
             )
 
 
-def check_parameter(name: str, dtype: torch.dtype, operation: object) -> None:
+def check_parameter(name: str, dtype: torch.dtype, operation: nn.Module) -> None:
     """Raise TypeError for a parameter of complex numbers or of float8, in which an operation would compute then, and of
     integers in a built-in operation; one of the user's own may hold indices."""
     is_integer = not (dtype.is_floating_point or dtype.is_complex)
@@ -124,12 +134,12 @@ def check_parameter(name: str, dtype: torch.dtype, operation: object) -> None:
         )
 
 
-def is_built_in(operation: object) -> bool:
+def is_built_in(operation: nn.Module) -> bool:
     """Whether it is of this repository, and not the user's own."""
-    return type(operation).__module__.partition(".")[0] in ("ops", "fuser")
+    return without_parametrizations(operation)[0].__module__.partition(".")[0] in ("ops", "fuser")
 
 
-def check_place(name: str, parameter: Tensor, operation: object, device: torch.device) -> None:
+def check_place(name: str, parameter: Tensor, operation: nn.Module, device: torch.device) -> None:
     """Raise ValueError for a parameter of a built-in operation that is not on x's device, as `check_extra_tensor`; one
     of the user's own may move it there."""
     if parameter.device == device or not is_built_in(operation):

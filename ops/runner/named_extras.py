@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Any, Self, get_origin
 
 import torch
@@ -11,12 +11,13 @@ from torch import Tensor
 
 
 def _is_kind(kind: Any) -> bool:
-    """Whether it is torch.Tensor, or a class of what is no tensor and no number; list[int] is a list."""
+    """Whether it is torch.Tensor, or a class that is none of tensors; list[int] is a list."""
+    if kind is Tensor:
+        return True
     kind = get_origin(kind) or kind
-    if kind is Tensor or not isinstance(kind, type):
-        return kind is Tensor
-    is_number = issubclass(kind, (int, float, complex, str, NoneType, UnionType))
-    return not (is_number or issubclass(kind, Tensor) or isinstance(kind, type(torch.FloatTensor)))
+    if not isinstance(kind, type) or issubclass(kind, (Tensor, UnionType)):
+        return False
+    return not isinstance(kind, type(torch.FloatTensor))
 
 
 class NamedExtras:

@@ -466,18 +466,15 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         apply_to_state(self, lambda: super(BasicOperation, self)._apply(fn, recurse))
         return self
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *args: Any
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         scope = self.weights_scope
         if scope is not None:
             scope.end()
         if type(self).set_extra_state is nn.Module.set_extra_state:
             leave_extra_state(state_dict, prefix)
-        own = [name for name, parameter in self._parameters.items() if parameter is not None]
-        is_whole = all(prefix + name in state_dict for name in own) if own else bool(local_metadata)
-        prepare_loading(self, state_dict, prefix, is_whole)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        names = [name for name, _ in self.named_parameters() if not name.startswith("lora_")]
+        prepare_loading(self, state_dict, prefix, names)
+        super()._load_from_state_dict(state_dict, prefix, *args)
         if self.exchanges_parameters:
             self.exchanges_parameters = False  # with assign=True it has set parameters once
 

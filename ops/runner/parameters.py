@@ -13,7 +13,7 @@ registered parameter is read from the operation in backward too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,6 +88,13 @@ def parameter_dtype(operation: Any, name: str) -> torch.dtype:
         known = getattr(operation, "_computed_dtypes", {}).get(name)
         return known or next(_parametrized(operation)[name].parameters()).dtype
     return held_parameter(operation, name).dtype
+
+
+def planned_dtype(dtypes: Iterable[torch.dtype], otherwise: torch.dtype) -> torch.dtype:
+    """For which operations with parameters of these dtypes are planned: the first one of floating point, since others
+    are of indices; float64 if there is one, which is what a kernel may lack."""
+    found = [dtype for dtype in dtypes if dtype.is_floating_point]
+    return torch.float64 if torch.float64 in found else next(iter(found), otherwise)
 
 
 def requires_grad(operation: nn.Module, name: str) -> bool:

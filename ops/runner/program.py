@@ -184,8 +184,8 @@ class Program:
         self.computed = computed_slots(operations, parameters)  # saved by autograd
         for index, operation in enumerate(operations):
             names = operation.parameter_names()
-            own = [p.dtype for p in parameters[slot : slot + len(names)]]
-            dtype = next((of_own for of_own in own if of_own.is_floating_point), dtype)  # others are indices
+            own = [parameter.dtype for parameter in parameters[slot : slot + len(names)]]
+            dtype = next((each for each in own if each.is_floating_point), dtype)  # others are of indices
             if autocast_dtype is not None and dtype != torch.float64:  # which torch.autocast leaves alone too
                 dtype = autocast_dtype
             needs = Needs(

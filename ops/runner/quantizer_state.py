@@ -9,7 +9,7 @@ yet is made. Under inference mode they are made as ordinary tensors, which a lat
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
 from typing import Any
 
@@ -58,9 +58,7 @@ class QuantizerState:
             )
         new = torch.full(shape, initial, dtype=torch.float32, device=device or (None if old is None else old.device))
         if old is not None and not old.is_meta:
-            of_more, _ = quantizer.state_shapes(self.num_scales + 1)[name]
-            begin = 1 if shape[:1] == of_more[:1] else 0  # of a history the length, of which the groups are none
-            if old.shape[begin:] != new.shape[begin:] or old.dim() != new.dim():
+            if old.shape != new.shape and not self._differs_in_length(old, new, name, quantizer):
                 raise ValueError(
                     f"{type(self.operation).__name__} has {self.prefix + name} of shape {list(old.shape)}, but "
                     f"{list(shape)} is needed. Load the state of an operation with as many groups."
@@ -71,6 +69,11 @@ class QuantizerState:
         # past its __setattr__, which would count it as a setting
         vars(self.operation)["state_beginnings"] = {**self.operation.state_beginnings, self.prefix + name: initial}
         return new
+
+    def _differs_in_length(self, old: Tensor, new: Tensor, name: str, quantizer: Quantizer) -> bool:
+        """Whether these are histories of two lengths, of as many groups: the first dimension is not that of groups."""
+        of_more, _ = quantizer.state_shapes(self.num_scales + 1)[name]
+        return old.dim() == new.dim() and old.shape[1:] == new.shape[1:] and new.shape[:1] == of_more[:1]
 
 
 class HeldState:
@@ -137,16 +140,19 @@ def _is_ready(tensor: Tensor, shape: tuple[int, ...], device: torch.device | Non
 
 
 @torch.inference_mode(False)
-def prepare_loading(operation: nn.Module, state_dict: Mapping[str, Any], prefix: str, is_whole: bool) -> None:
+def prepare_loading(operation: nn.Module, state_dict: Mapping[str, Any], prefix: str, names: Sequence[str]) -> None:
     """Make the operation's state buffers those that `state_dict` holds under `prefix`, with their values: weights that
     are held quantized are written with the scale that comes with them, and torch loads buffers last.
 
-    is_whole: whether it holds the operation; of some of its entries alone the states stay, as all that is absent
+    names: the operation's parameters. Where the state dict has all of them, the states that it lacks begin anew; where
+    it has a part, they stay, as all that is absent. Those of weights begin anew with any weight.
     """
-    if is_whole:
-        for name in list(held_names(operation._buffers)):
-            if prefix + name not in state_dict:
-                del operation._buffers[name]
+    given = [name for name in names if prefix + name in state_dict]
+    has_weight = any("weight" in name for name in given)
+    for name in list(held_names(operation._buffers)):
+        begins_anew = len(given) == len(names) or (has_weight and name.startswith(f"quantizer_{Role.WEIGHT.value}_"))
+        if begins_anew and prefix + name not in state_dict:
+            del operation._buffers[name]
     for key, value in state_dict.items():
         name = key.removeprefix(prefix)
         if key.startswith(prefix) and name.startswith(_PREFIXES):

@@ -39,7 +39,7 @@ from ops.runner.lent_memory import memory_for_output
 from ops.runner.names import in_profile
 from ops.runner.nested_backward import note_forward
 from ops.runner.node import PipelineFunction
-from ops.runner.parameters import computed_names, held_parameters, requires_grad
+from ops.runner.parameters import computed_names, held_parameters, planned_dtype, requires_grad
 from ops.runner.program import Planner, Program, Wiring, plan_unfused
 from ops.runner.quantizer_state import state_names
 from ops.runner.recent import Recent
@@ -111,7 +111,7 @@ class Pipeline:
         self.produced = [operation.extra_name(n) for operation in self.operations for n in operation.extra_outputs]
         consumers = self._consumers()
         self.consumed = tuple(consumers)
-        self._tensors = tuple((name, at) for name, (at, kind) in consumers.items() if kind in (Tensor, IndexTensor))
+        self._kinds = tuple((name, at, kind) for name, (at, kind) in consumers.items() if kind is not Splits)
 
     @property
     def operations(self) -> tuple[Any, ...]:
@@ -170,9 +170,9 @@ class Pipeline:
         if program is None:
             check_numbers(x.dtype, self.operations)
             self._check_parameters(x)
-            dtype = autocast_dtype or next((own for own in dtypes if own.is_floating_point), x.dtype)
-            if torch.float64 in dtypes:
-                dtype = torch.float64  # the widest decides: it is what a kernel may lack
+            dtype = planned_dtype(dtypes, x.dtype)
+            if autocast_dtype is not None and torch.float64 not in dtypes:
+                dtype = autocast_dtype
             path = self.path or recipe.path
             request = PlanRequest(recipe, x.device, dtype, needs, training, path, fusions_version)
             plan = self.planner(self.operations, request)
@@ -223,7 +223,7 @@ class Pipeline:
                         f"Materialise it first: module.to_empty(device={str(x.device)!r}), then reset_parameters()."
                     )
                 check_place(label, parameter, operation, x.device)
-            for name, parameter in operation.named_parameters(recurse=False):
+            for name, parameter in operation.named_parameters(recurse=operation.has_adapter):
                 check_parameter(f"{type(operation).__name__}.{name}", parameter.dtype, operation)
 
     def _enter(self, wrapper: Any, program: Program, parameters: Sequence[Tensor]) -> None:
@@ -260,9 +260,9 @@ class Pipeline:
         x = as_stored(as_input(x))
         check_dense(x)
         check_local((("x", x), *extras.items()))
-        for name, index in self._tensors:
+        for name, index, kind in self._kinds:
             try:
-                check_extra_tensor(name, extras[name], x.device)
+                check_extra_tensor(name, extras[name], x.device, kind)
             except (TypeError, ValueError) as error:
                 raise_located(self.labels, index, self.operations[index], error)
             stored = as_stored(extras[name])
@@ -577,8 +577,10 @@ def _check_extra_outputs(outputs: Any, wiring: Wiring) -> None:
     for local, _, kind in wiring.outputs:
         if local not in outputs:
             continue
-        if (kind in (Tensor, IndexTensor)) != isinstance(outputs[local], Tensor):
-            mend = "Return a tensor." if kind in (Tensor, IndexTensor) else "Declare it a torch.Tensor."
+        if kind is not Splits and (kind in (Tensor, IndexTensor)) != isinstance(outputs[local], Tensor):
+            mend = (
+                "Return a tensor." if kind in (Tensor, IndexTensor) else "Declare it a torch.Tensor or an IndexTensor."
+            )
             raise TypeError(
                 f"fuser_forward returned a {type(outputs[local]).__name__} as the extra output {local!r}, which is "
                 f"declared {kind!r}. {mend}"

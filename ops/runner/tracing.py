@@ -19,7 +19,7 @@ from ops.runner.context import IndexTensor
 from ops.runner.input import why_not_plain
 from ops.runner.names import name_of
 from ops.runner.nested_backward import within_backward
-from ops.runner.parameters import parameter_dtype
+from ops.runner.parameters import parameter_dtype, planned_dtype
 from ops.runner.run import Pipeline
 from ops.runner.torch_autocast import dtype_of_autocast
 from ops.runner.traced_operations import call, register
@@ -192,7 +192,7 @@ def stage_of(
     if plan is None:
         plan = pipeline.traced[known] = TracedPlan(pipeline, terms)
     named = [(operation, name) for operation in pipeline.operations for name in operation.parameter_names()]
-    dtype = parameter_dtype(*named[0]) if named else dtype
+    dtype = planned_dtype((parameter_dtype(*one) for one in named), dtype)
     request = PlanRequest(
         recipe, device, dtype, pipeline.all_needs(True), training, pipeline.path or recipe.path, fusions_version
     )
