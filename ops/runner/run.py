@@ -34,6 +34,7 @@ from ops.runner.input import (
     check_numbers,
     check_parameter,
     check_place,
+    is_built_in,
 )
 from ops.runner.lent_memory import memory_for_output
 from ops.runner.names import in_profile
@@ -111,7 +112,11 @@ class Pipeline:
         self.produced = [operation.extra_name(n) for operation in self.operations for n in operation.extra_outputs]
         consumers = self._consumers()
         self.consumed = tuple(consumers)
-        self._kinds = tuple((name, at, kind) for name, (at, kind) in consumers.items() if kind is not Splits)
+        self._kinds = tuple(
+            (name, at, kind)
+            for name, (at, kind) in consumers.items()
+            if kind in (Tensor, IndexTensor) or (kind is not Splits and not is_built_in(self.operations[at]))
+        )  # built-in operations say more of their own kinds
 
     @property
     def operations(self) -> tuple[Any, ...]:
