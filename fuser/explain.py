@@ -66,11 +66,11 @@ def explain(
 
 
 def device_and_dtype(module: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Those for which its parameters are planned."""
+    """The device of its parameters, and the dtype that is planned for."""
     parameters = list(module.parameters())
     if not parameters:
         return torch.device("cpu"), torch.get_default_dtype()
-    return parameters[0].device, planned_dtype((p.dtype for p in parameters), torch.get_default_dtype())
+    return parameters[0].device, planned_dtype((p.dtype for p in parameters), None, torch.get_default_dtype())
 
 
 def _explain_pipeline(pipeline: Pipeline, request: PlanRequest, given: Mapping[str, Any]) -> list[str]:

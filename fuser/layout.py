@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from fuser.plan import FusionPlanner
+from ops.runner.built_in import is_built_in
 from ops.runner.callers_buffers import place_of
 from ops.runner.callers_extras import check_extras
 from ops.runner.hooks import is_hooked
@@ -42,8 +43,7 @@ def _has_own_forward(module: nn.Module) -> bool:
     kind = type(module)
     if not issubclass(kind, BasicOperation):
         return False
-    built_in = str(getattr(kind.forward, "__module__", "")).partition(".")[0] in ("ops", "fuser")
-    return not built_in or kind.__call__ is not nn.Module.__call__
+    return not is_built_in(kind.forward) or kind.__call__ is not nn.Module.__call__
 
 
 class Stage(NamedTuple):

@@ -437,6 +437,7 @@ def test_states_that_a_whole_state_dict_lacks_begin_anew(make):
     x = torch.randn(16, 16)
     with autocast(SHORT):
         model(x.clone().requires_grad_()).sum().backward()
+    assert any(name.startswith("0.") for name in scales_of(model))
     model.load_state_dict(dict(fresh.state_dict()))
     assert not scales_of(model)
 

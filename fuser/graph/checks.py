@@ -104,9 +104,9 @@ def _request(operation: BasicOperation, settings: Settings, path: str | None) ->
     chosen = recipe_within(operation.recipe, settings.recipe)
     parameters = list(operation.parameters())
     autocasts, of_autocast = settings.torch_autocast
-    dtype = planned_dtype((parameter.dtype for parameter in parameters), torch.get_default_dtype())
-    if autocasts and dtype != torch.float64:
-        dtype = of_autocast
+    dtype = planned_dtype(
+        (parameter.dtype for parameter in parameters), of_autocast if autocasts else None, torch.get_default_dtype()
+    )
     needs = (True, (True,) * len(parameters), ())
     return PlanRequest(
         chosen, settings.device, dtype, needs, operation.training, path or chosen.path, fusions_version()

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from ops.runner.context import IndexTensor
-from ops.runner.parameters import without_parametrizations
 from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantized_handle import QuantizedHandle
 from recipes.tensors.quantized_shard import is_dtensor
@@ -121,28 +120,3 @@ def check_numbers(dtype: torch.dtype, operations: Iterable[Any]) -> None:
                 f"x is {dtype}, but {type(operation).__name__} computes in {computes_in}. "
                 f"Convert it: x.to(torch.float32){scale}."
             )
-
-
-def check_parameter(name: str, dtype: torch.dtype, operation: nn.Module) -> None:
-    """Raise TypeError for a parameter of complex numbers or of float8, in which an operation would compute then, and of
-    integers in a built-in operation; one of the user's own may hold indices."""
-    is_integer = not (dtype.is_floating_point or dtype.is_complex)
-    if dtype not in NUMBERS and not (is_integer and not is_built_in(operation)):
-        raise TypeError(
-            f"{name} is {dtype}, but parameters must be bfloat16, float16, float32 or float64. Assign its values in "
-            "one of these, times their scale if they have one; to hold weights quantized there is fuser.to_quantized."
-        )
-
-
-def is_built_in(operation: nn.Module) -> bool:
-    """Whether it is of this repository, and not the user's own."""
-    return without_parametrizations(operation)[0].__module__.partition(".")[0] in ("ops", "fuser")
-
-
-def check_place(name: str, parameter: Tensor, operation: nn.Module, device: torch.device) -> None:
-    """Raise ValueError for a parameter of a built-in operation that is not on x's device, as `check_extra_tensor`; one
-    of the user's own may move it there."""
-    if parameter.device == device or not is_built_in(operation):
-        return
-    if parameter.dim() or parameter.device.type != "cpu":
-        raise ValueError(f"x is on {device}, but {name} is on {parameter.device}. Move one of them.")

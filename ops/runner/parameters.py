@@ -90,11 +90,13 @@ def parameter_dtype(operation: Any, name: str) -> torch.dtype:
     return held_parameter(operation, name).dtype
 
 
-def planned_dtype(dtypes: Iterable[torch.dtype], otherwise: torch.dtype) -> torch.dtype:
-    """For which operations with parameters of these dtypes are planned: the first one of floating point, since others
-    are of indices; float64 if there is one, which is what a kernel may lack."""
+def planned_dtype(
+    dtypes: Iterable[torch.dtype], of_autocast: torch.dtype | None, otherwise: torch.dtype
+) -> torch.dtype:
+    """For which operations with parameters of these dtypes are planned: float64 if there is one, which is what a kernel
+    may lack; then torch.autocast's; then the first of floating point, since others are of indices."""
     found = [dtype for dtype in dtypes if dtype.is_floating_point]
-    return torch.float64 if torch.float64 in found else next(iter(found), otherwise)
+    return torch.float64 if torch.float64 in found else of_autocast or next(iter(found), otherwise)
 
 
 def requires_grad(operation: nn.Module, name: str) -> bool:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ops.runner.built_in import is_built_in
 from ops.runner.context import OperationContext
 from ops.runner.nested_backward import within_backward
 from ops.runner.parameters import is_computed, parameter_names
@@ -373,7 +374,7 @@ def why_not_repeated(operation: Any, covered: Sequence[Any], recipe: Recipe) -> 
 
 
 def _is_foreign(child: Any) -> bool:
-    return child is not None and type(child).__module__.partition(".")[0] not in ("ops", "fuser")
+    return child is not None and not is_built_in(type(child))
 
 
 def is_repeatable(kind: type) -> bool:

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from ops.runner.backward import raise_located
+from ops.runner.built_in import is_built_in
 from ops.runner.callers_buffers import (
     CallersBuffer,
     buffers_of,
     check_before_forward,
     place_of,
 )
+from ops.runner.check_parameters import check_parameters
 from ops.runner.context import IndexTensor, OperationContext, at_tensor
 from ops.runner.data_parallel import leave_states, reduced_parameters
 from ops.runner.in_place import check_writable
@@ -32,14 +34,12 @@ from ops.runner.input import (
     check_extra_tensor,
     check_local,
     check_numbers,
-    check_parameter,
-    check_place,
-    is_built_in,
 )
 from ops.runner.lent_memory import memory_for_output
 from ops.runner.names import in_profile
 from ops.runner.nested_backward import note_forward
 from ops.runner.node import PipelineFunction
+from ops.runner.output import check_extra_outputs, check_output
 from ops.runner.parameters import computed_names, held_parameters, planned_dtype, requires_grad
 from ops.runner.program import Planner, Program, Wiring, plan_unfused
 from ops.runner.quantizer_state import state_names
@@ -52,7 +52,6 @@ from recipes.pending import PendingUpdates
 from recipes.recipe import Recipe
 from recipes.request import PlanRequest
 from recipes.stack import current_updates, open_entries, recipe_in_use, records_amaxes
-from recipes.tensors.gathered_rows import GatheredRows
 from recipes.tensors.quantized_handle import Quantized, QuantizedHandle, at_container, with_dtype
 from recipes.tensors.splits import Splits, offsets_alone
 
@@ -115,7 +114,7 @@ class Pipeline:
         self._kinds = tuple(
             (name, at, kind)
             for name, (at, kind) in consumers.items()
-            if kind in (Tensor, IndexTensor) or (kind is not Splits and not is_built_in(self.operations[at]))
+            if kind in (Tensor, IndexTensor) or (kind is not Splits and not is_built_in(type(self.operations[at])))
         )  # built-in operations say more of their own kinds
 
     @property
@@ -174,10 +173,8 @@ class Pipeline:
         program = self.programs.get(key)
         if program is None:
             check_numbers(x.dtype, self.operations)
-            self._check_parameters(x)
-            dtype = planned_dtype(dtypes, x.dtype)
-            if autocast_dtype is not None and torch.float64 not in dtypes:
-                dtype = autocast_dtype
+            check_parameters(self.operations, x)
+            dtype = planned_dtype(dtypes, autocast_dtype, x.dtype)
             path = self.path or recipe.path
             request = PlanRequest(recipe, x.device, dtype, needs, training, path, fusions_version)
             plan = self.planner(self.operations, request)
@@ -215,21 +212,6 @@ class Pipeline:
         else:
             needs = (False, (False,) * len(present), ())
         return self.program_for(x, parameters, needs, dtype_of_autocast(x.device), training, fusions_version)
-
-    def _check_parameters(self, x: Tensor) -> None:
-        for operation in self.operations:
-            check_local((f"{type(operation).__name__}.{name}", p) for name, p in operation.named_parameters())
-            operation.check_assigned()
-            for name, parameter in operation.named_parameters():
-                label = f"{type(operation).__name__}.{name}"
-                if parameter.is_meta and not x.is_meta:
-                    raise RuntimeError(
-                        f"{label} is on the meta device, but x is on {x.device}. "
-                        f"Materialise it first: module.to_empty(device={str(x.device)!r}), then reset_parameters()."
-                    )
-                check_place(label, parameter, operation, x.device)
-            for name, parameter in operation.named_parameters(recurse=operation.has_adapter):
-                check_parameter(f"{type(operation).__name__}.{name}", parameter.dtype, operation)
 
     def _enter(self, wrapper: Any, program: Program, parameters: Sequence[Tensor]) -> None:
         """Run a program in the forward of this DistributedDataParallel, which is not that of last time."""
@@ -477,8 +459,8 @@ class Call:
         result = step.of(self.operations).fuser_forward(contexts if step.fused else contexts[0], x, extras)
         if type(result) is not tuple or len(result) != 2:
             raise TypeError(f"fuser_forward returned a {type(result).__name__}. Return (y, {{name: extra output}}).")
-        _check_output(result[0], self.program.contexts[step.indices[-1]]["dtype"])
-        _check_extra_outputs(result[1], wiring)
+        check_output(result[0], self.program.contexts[step.indices[-1]]["dtype"])
+        check_extra_outputs(result[1], wiring.outputs)
         first = len(states)
         with offsets_alone() if self.is_traced else _NOTHING:
             states += [left_by(context, kept) for context in contexts]
@@ -557,44 +539,6 @@ class Call:
         if value is None:
             raise TypeError(f"The extra input {name!r} is None, which is no tensor. Give one.")
         return value
-
-
-def _check_output(y: Any, dtype: torch.dtype) -> None:
-    if not isinstance(y, Tensor | Quantized | GatheredRows):
-        raise TypeError(f"fuser_forward returned a {type(y).__name__} as y. Return a tensor.")
-    if isinstance(y, Tensor) and y.dtype != dtype:  # quantized, it has the dtype of the operation that takes it
-        raise TypeError(f"fuser_forward returned y in {y.dtype}, but ctx.dtype is {dtype}. Return y in this dtype.")
-
-
-def _check_extra_outputs(outputs: Any, wiring: Wiring) -> None:
-    if not isinstance(outputs, Mapping):
-        raise TypeError(
-            f"fuser_forward returned a {type(outputs).__name__} as extra outputs. Return a mapping by name, "
-            "empty if there are none."
-        )
-    for local in outputs:
-        if all(local != declared for declared, _, _ in wiring.outputs):
-            names = ", ".join(repr(declared) for declared, _, _ in wiring.outputs)
-            raise RuntimeError(
-                f"fuser_forward returned the extra output {local!r}, which is not declared. There are: "
-                f"{names or 'none'}. Name it in extra_outputs, or leave it out."
-            )
-    for local, _, kind in wiring.outputs:
-        if local not in outputs:
-            continue
-        if kind is not Splits and (kind in (Tensor, IndexTensor)) != isinstance(outputs[local], Tensor):
-            mend = (
-                "Return a tensor." if kind in (Tensor, IndexTensor) else "Declare it a torch.Tensor or an IndexTensor."
-            )
-            raise TypeError(
-                f"fuser_forward returned a {type(outputs[local]).__name__} as the extra output {local!r}, which is "
-                f"declared {kind!r}. {mend}"
-            )
-        if kind is IndexTensor and outputs[local].is_floating_point():
-            raise TypeError(
-                f"fuser_forward returned the extra output {local!r} in {outputs[local].dtype}, but it is declared an "
-                "IndexTensor, of integers, which have no gradient. Declare it a Tensor, or return integers."
-            )
 
 
 def _splits_of(sizes: Any, x: Any, alignment: int | None) -> Splits:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ops.runner.built_in import is_built_in
+
 _PLAIN = (bool, int, float, str)  # compared by value, as the fields of frozen dataclasses are
 
 
@@ -36,7 +38,7 @@ def settings_of(operation: Any) -> Settings:
 def has_own_property(kind: type, name: str) -> bool:
     """Whether a user's class has this name as a property, so that what is assigned lies elsewhere."""
     owner = next((parent for parent in kind.__mro__ if name in vars(parent)), None)
-    if owner is None or owner.__module__.partition(".")[0] in ("ops", "fuser"):
+    if owner is None or is_built_in(owner):
         return False
     return isinstance(vars(owner)[name], property)
 

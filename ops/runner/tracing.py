@@ -192,7 +192,7 @@ def stage_of(
     if plan is None:
         plan = pipeline.traced[known] = TracedPlan(pipeline, terms)
     named = [(operation, name) for operation in pipeline.operations for name in operation.parameter_names()]
-    dtype = planned_dtype((parameter_dtype(*one) for one in named), dtype)
+    dtype = planned_dtype((parameter_dtype(*one) for one in named), None, dtype)
     request = PlanRequest(
         recipe, device, dtype, pipeline.all_needs(True), training, pipeline.path or recipe.path, fusions_version
     )
