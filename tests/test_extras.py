@@ -1019,3 +1019,29 @@ def test_what_is_no_name_is_refused_and_nothing_renamed(given: object, error: ty
     with pytest.raises(error, match=sentence):
         operation.rename_extras(r=given)
     assert operation.extra_name("r") == "r"
+
+
+class Carried(BasicOperation):
+    """y = 2 x; takes `carried`, and makes carried + x by the same name."""
+
+    extra_inputs = {"carried": Tensor}
+    extra_outputs = {"carried": Tensor}
+
+    def fuser_forward(self, ctx: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+        return 2 * x, {"carried": extras["carried"] + x}
+
+    def fuser_backward(self, ctx: Any, dy: Tensor | None, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+        gradients = [d for d in (None if dy is None else 2 * dy, d_extra_outputs.get("carried")) if d is not None]
+        return sum(gradients[1:], gradients[0]), {}, dict(d_extra_outputs)
+
+
+def test_an_operation_takes_and_makes_extra_tensors_of_one_name() -> None:
+    x, carried = (torch.randn(3, WIDTH, requires_grad=True) for _ in range(2))
+    y, made = Carried()(x, carried=carried, outputs=("carried",))
+    of_one = torch.autograd.grad(y.sum() + 3 * made["carried"].sum(), (x, carried))
+    assert torch.equal(made["carried"], carried + x)
+    assert [set(gradient.flatten().tolist()) for gradient in of_one] == [{5.0}, {3.0}]
+
+    y = Sequential(Make("carried"), Carried(), Carried(), Add("carried"))(x)
+    torch.testing.assert_close(y, 8 * x)  # 4 x, and x + x + 2 x
+    assert set(torch.autograd.grad(y.sum(), x)[0].flatten().tolist()) == {8.0}

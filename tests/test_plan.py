@@ -824,6 +824,53 @@ def test_a_fusion_may_cover_producer_and_consumer_of_an_extra_tensor(passes: str
         torch.testing.assert_close(fused, unfused)
 
 
+class TappedAdd(BasicOperation):
+    """y = x + tapped, by the name of the extra output of `Tap`."""
+
+    extra_inputs = {"tapped": Tensor}
+
+    def fuser_forward(self, ctx: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+        return x + extras["tapped"], {}
+
+    def fuser_backward(self, ctx: Any, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+        return dy, {}, {"tapped": dy}
+
+
+class AddTap(FusedOperation):
+    """TappedAdd -> Tap: the tensor that it takes is another one than that which it makes by the same name."""
+
+    pattern = (TappedAdd, Tap)
+
+    def fuser_forward(self, ctxs: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+        calls.append("AddTap.forward")
+        y = x + extras["tapped"]
+        return y, {"tapped": y}
+
+    def fuser_backward(self, ctxs: Any, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+        calls.append("AddTap.backward")
+        dx = dy + d_extra_outputs["tapped"]
+        return dx, ({}, {}), {"tapped": dx}
+
+
+@pytest.mark.parametrize("passes", ["joint", "forward", "backward"])
+def test_a_fusion_takes_an_extra_tensor_by_the_name_of_one_that_it_makes_behind(passes: str) -> None:
+    fusion = type("AddTap", (AddTap,), {"passes": passes})
+    results = []
+    for fusions in ((fusion,), ()):
+        calls.clear()
+        # The residual of the first branch, whose end is another stage, is not that of the second.
+        sequential = Sequential(Tap(), nn.Tanh(), TappedAdd(), Tap(), Scale(3.0), TappedAdd(), fusions=fusions)
+        x = torch.linspace(-1, 2, 7, requires_grad=True)
+        y = sequential(x)
+        y.square().sum().backward()
+        if fusions:
+            assert ("AddTap.forward" in calls) == (passes != "backward")
+            assert ("AddTap.backward" in calls) == (passes != "forward")
+        results.append([y.detach(), x.grad, sequential[4].scale.grad])
+    for fused, unfused in zip(*results, strict=True):
+        torch.testing.assert_close(fused, unfused)
+
+
 def test_a_fused_operation_gets_dtype_and_buffers_of_each_operation() -> None:
     seen: list[Any] = []
 

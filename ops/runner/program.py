@@ -259,14 +259,19 @@ class Program:
         covered = [operations[index] for index in step.indices]
         contexts = [self.contexts[index] for index in step.indices]
         first = step.indices[0]
-        outputs = {(n, o.extra_name(n), kind): None for o in covered for n, kind in o.extra_outputs.items()}
-        inside = {name for _, name, _ in outputs}  # what one covered operation makes for another is the step's affair
-        inputs = {(n, o.extra_name(n), kind): None for o in covered for n, kind in o.extra_inputs.items()}
+        inputs: dict[tuple[str, str, Any], None] = {}
+        outputs: dict[tuple[str, str, Any], None] = {}
+        inside: set[str] = set()  # what one covered operation makes for another behind it is the step's affair
+        for o in covered:
+            taken = {(n, o.extra_name(n), kind): None for n, kind in o.extra_inputs.items()}
+            inputs |= {entry: None for entry in taken if entry[1] not in inside}
+            outputs |= {(n, o.extra_name(n), kind): None for n, kind in o.extra_outputs.items()}
+            inside = {name for _, name, _ in outputs}
         quantizes = self.request.recipe.quantizer(Role.WEIGHT) is not None
         written = covered[-1].in_place_input  # fused or not: a fusion takes no other operation that writes
         return Wiring(
             step if step.fused else step._replace(operation=None),
-            tuple(entry for entry in inputs if entry[1] not in inside),
+            tuple(inputs),
             tuple(outputs),
             tuple(local for o in covered for local in o.extra_inputs),
             contexts[0]["dtype"],
