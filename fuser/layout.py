@@ -131,6 +131,7 @@ class Layout:
         self._count = len(sequential._modules)
         self._first_forwards = sequential.first_forwards
         self._own_contents = _contents(sequential)
+        self._exports = sequential.exports
         self._contents: list[tuple[Container, tuple[Any, ...]]] = []  # nested only: no cycle with the layout's owner
         self._nested: list[tuple[Container, Layout]] = []
         self._seen: list[_Seen] = []
@@ -197,7 +198,7 @@ class Layout:
             ) from None
         for name in outputs:
             makers = [maker for made, maker in self._makers if made == name]
-            if len(makers) > 1:
+            if len(makers) > 1 and name not in self._exports:  # those are for what is behind: of the last one
                 raise ValueError(
                     f"{len(makers)} operations make the extra output {name!r}: {', '.join(makers)}. Give one of them "
                     f"another name, with rename_extras (within a Sequential: of the operation that makes it). There "

@@ -206,3 +206,19 @@ def test_two_layers_are_computed_again(form: str) -> None:
     found = results(lambda x: fuser.checkpoint(both, x), layers, "mxfp8")
     expected = results(both, layers, "mxfp8")
     assert all(torch.equal(found[name], value) for name, value in expected.items())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", ["hook", "wrapped"])
+def test_a_nested_sequential_that_is_called_exports_the_last_of_two_tensors_too(form: str) -> None:
+    inner = Sequential(
+        ops.MakeExtraOutput("r"), ops.GELU(), ops.MakeExtraOutput("r"), ops.SiLU(), exports=("r",)
+    )  # fmt: skip
+    x = torch.randn(3, 4)
+    flattened = Sequential(inner, ops.AddExtraInput("r"))(x)
+    h = nn.functional.gelu(x, approximate="tanh")
+    torch.testing.assert_close(flattened, nn.functional.silu(h) + h)
+    if form == "hook":
+        inner.register_forward_hook(lambda *_: None)
+    outer = Sequential(checkpoint_wrapper(inner) if form == "wrapped" else inner, ops.AddExtraInput("r"))
+    assert len(outer.layout().stages) == 2, "it is called by itself"
+    assert torch.equal(outer(x), flattened)
