@@ -697,6 +697,21 @@ def test_another_number_of_rows_needs_no_new_plan() -> None:
     assert count_plans(sequential, *[lambda s, n=n: s(torch.ones(n)) for n in (1, 2, 0)]) == [1, 1, 1]
 
 
+class InEvaluation(Joint):
+    @classmethod
+    def why_not(cls, operations: Any, request: Any) -> str | None:
+        return "Shift is in training." if operations[1].training else None
+
+
+def test_a_fusion_is_asked_again_when_one_operation_alone_changes_its_mode() -> None:
+    sequential = Sequential(Scale(), Shift(), fusions=(InEvaluation,))
+    for in_training in (True, False, True):
+        sequential[1].train(in_training)
+        calls.clear()
+        sequential(torch.ones(3))
+        assert calls == (["Scale.forward", "Shift.forward"] if in_training else ["Joint.forward"])
+
+
 def test_plans_do_not_pile_up_when_fusions_come_and_go() -> None:
     sequential = Sequential(Scale(), Shift())
     counts = []

@@ -164,7 +164,8 @@ class Pipeline:
         """The same, where the needs of the request and the dtype of torch.autocast are known."""
         dtypes = tuple(map(_dtype, parameters.present))
         recipe = recipe_in_use(self.recipe)
-        settings = tuple([operation.settings for operation in self.operations])  # of which fusions refuse some
+        # Of which fusions refuse some. The mode is the operation's own, which may differ from that of the Sequential.
+        settings = tuple([(operation.settings, operation.training) for operation in self.operations])
         # All that the request is made of, and what the program adds.
         key = (
             recipe, x.device, needs, training, fusions_version, x.dtype, autocast_dtype, dtypes, parameters.layout,
