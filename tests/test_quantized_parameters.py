@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fuser
 from fuser import Sequential, autocast, lora, ops
@@ -600,3 +601,18 @@ def test_adapters_over_held_weights_move_with_them(move: str) -> None:
     moved = model.to("meta") if move == "meta" else getattr(model, move)()
     assert moved is model and [name for name, _ in model.named_parameters()] == names
     assert isinstance(model[0].weight, QuantizedParameter) == (move not in ("bfloat16",))
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "nvfp4"])
+def test_an_average_of_an_ordinary_copy_follows_a_quantized_model(recipe: str) -> None:
+    torch.manual_seed(0)
+    model = Sequential(ops.Linear(32, 32))
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # which copies it
+    fuser.to_quantized(model, recipe)
+    averaged.update_parameters(model)
+    with torch.no_grad():
+        model[0].weight.copy_(model[0].weight.dequantize() + 0.05 * torch.randn(32, 32))
+    for _ in range(150):
+        averaged.update_parameters(model)
+    assert type(averaged.module[0].weight) is nn.Parameter
+    torch.testing.assert_close(averaged.module[0].weight.detach(), model[0].weight.dequantize(), atol=1e-6, rtol=0)
