@@ -16,7 +16,7 @@ from ops.runner.operation import BasicOperation
 from ops.runner.run import Call, Pipeline, step_of
 from ops.runner.torch_autocast import dtype_of_autocast, without_autocast
 from recipes.autocast import autocast
-from recipes.recipe import Recipe
+from recipes.recipe import Recipe, Role
 from recipes.registry import as_recipe
 from recipes.stack import current_recipe, records_amaxes
 
@@ -28,6 +28,7 @@ class constant_weights(scopes.constant_weights):
              of each, else the rowwise one alone. True: under the recipe of the `autocast` around, or of the operations'
              own; a Recipe or its name: under that one, so that an `autocast` may be opened for each microbatch inside.
              Under delayed scaling this is the cast that records the amaxes, of the step around, or of one of its own.
+             None, or a Recipe that quantizes no weights: nothing is to be done ahead.
 
         with constant_weights(model, prepare="mxfp8"):
             for x in batch:
@@ -39,19 +40,19 @@ class constant_weights(scopes.constant_weights):
     with hooks, and what runs under another recipe, another torch.autocast, or in an activation checkpoint.
 
     Raises what `ops.products.constant_weights` raises; TypeError for what is no module; TypeError or ValueError for a
-    `prepare` that is no recipe. On entering, ValueError where no weight would be quantized, and RuntimeError while a
-    CUDA graph is captured, which quantizes weights in each replay.
+    `prepare` that is no recipe. On entering, ValueError where weights are to be quantized and none would be, and
+    RuntimeError while a CUDA graph is captured, which quantizes weights in each replay.
     """
 
-    def __init__(self, *modules: nn.Module, debug: bool = False, prepare: bool | Recipe | str = False) -> None:
+    def __init__(self, *modules: nn.Module, debug: bool = False, prepare: bool | Recipe | str | None = False) -> None:
         for module in modules:
             if not isinstance(module, nn.Module):
                 raise TypeError(f"constant_weights got a {type(module).__name__}, which is no module. Give the model.")
         layers = [layer for module in modules for _, layer in sequentials(module)]  # some are outside of the modules
-        super().__init__(*modules, *layers, debug=debug)
+        super().__init__(*dict.fromkeys([*modules, *layers]), debug=debug)
         self._modules = modules
-        self._prepares = prepare is not False
-        self._recipe = None if isinstance(prepare, bool) else as_recipe(prepare)
+        self._recipe = None if prepare is None or isinstance(prepare, bool) else as_recipe(prepare)
+        self._prepares = prepare is not None and prepare is not False
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -71,7 +72,8 @@ class constant_weights(scopes.constant_weights):
                 "each replay. Enter it before, or capture under autocast(recipe, keep_weights=flag)."
             )
         found = [pair for module in self._modules for pair in _pipelines(module)]
-        if not sum(_prepared(pipeline, training) for pipeline, training in found):
+        count = sum(_prepared(pipeline, training) for pipeline, training in found)
+        if not count and (self._recipe is None or self._recipe.quantizer(Role.WEIGHT) is not None):
             raise ValueError(
                 f"constant_weights(prepare=...) was entered under {current_recipe().name!r}, under which no weight of "
                 "these modules is quantized ahead. Open autocast(recipe) around it, give prepare=recipe, or leave "

@@ -438,6 +438,20 @@ def test_prepare_that_would_quantize_nothing_is_refused():
         constant_weights(model, prepare="mxfp9")
 
 
+@pytest.mark.parametrize("recipe", [None, "bf16"])
+def test_prepare_takes_a_recipe_that_quantizes_nothing(recipe):
+    """So that a script may have the recipe as a variable."""
+    model = build()
+    with constant_weights(model, prepare=recipe), autocast(recipe):
+        assert model[0].weights_scope is not None
+        model(data(0), split_sizes=SIZES)
+
+
+def test_a_model_without_weights_is_named_once():
+    with pytest.raises(ValueError, match="got Sequential, which contains no operation"):
+        constant_weights(Sequential())
+
+
 @EVERY
 def test_frozen_weights_are_quantized_once_too_and_without_a_scope_in_each_forward(recipe):
     model = build().requires_grad_(False)
