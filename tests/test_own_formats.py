@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fuser import Sequential, autocast, ops
+from fuser import Sequential, autocast, ops, quantize, to_quantized
 from ops.products.product import wgrad
 from recipes import (
     CustomRecipe,
@@ -373,3 +374,88 @@ def test_codes_of_ones_own_say_what_they_stand_for():
     with torch.no_grad(), autocast(recipe=CustomRecipe(lambda role: quantizer)):
         op.weight.copy_(w)
         assert_close({"y": op(x)}, {"y": x @ w.T})
+
+
+@dataclass(frozen=True, eq=False)
+class Shifted(ScaledCodes):
+    """Codes of numbers less the smallest one of each row, which is a third tensor."""
+
+    smallest: Tensor | None = None
+
+    @property
+    def tensor_fields(self) -> tuple[str, ...]:
+        return ("codes", "scale_inv", "smallest")
+
+    def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
+        return Operand((self.codes + self.smallest).to(dtype), None)
+
+
+class ShiftedByGroup(Shifted):
+    """The same, which knows what the rows and weights of a group are."""
+
+    def member(self, group: int, sizes: Sequence[int] | None = None) -> Shifted:
+        assert self.smallest is not None
+        if sizes is None:
+            return replace(super().member(group), smallest=self.smallest[group])
+        return replace(super().member(group, sizes), smallest=self.smallest.split(list(sizes))[group])
+
+    def stacked(self, others: Sequence[ScaledCodes]) -> ScaledCodes:
+        smallest = [each.smallest for each in (self, *others)]
+        return replace(super().stacked(others), smallest=torch.stack(smallest))
+
+
+@dataclass(frozen=True)
+class ShiftingQuantizer(Quantizer):
+    """x - min x along the last axis, and min x, in both copies; of the codes nothing is rounded."""
+
+    made: type[Shifted]
+
+    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        return QuantizedTensor(*self._copies(x.detach(), rowwise, columnwise), x.dtype)
+
+    def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        return QuantizedTensor(*self._copies(w_GNK.detach(), rowwise, columnwise), w_GNK.dtype)
+
+    def quantize_grouped(
+        self, x_TK: Tensor, splits: Splits, *, rowwise: bool = True, columnwise: bool = False
+    ) -> GroupedTensor:
+        x = x_TK.detach().masked_fill((splits.group_of_row == splits.num_groups)[:, None], 0)
+        return GroupedTensor(None, splits, *self._copies(x, rowwise, columnwise), x.dtype)
+
+    def _copies(self, x: Tensor, *needed: bool) -> list[Shifted | None]:
+        smallest = x.amin(-1, keepdim=True)
+        scale = x.new_ones(*x.shape[:-1], 1)
+        copies = [self.made(x - smallest, scale, INT8_PER_ROW, x.shape, which, None, smallest) for which in (0, 1)]
+        return [copy if need else None for copy, need in zip(copies, needed, strict=True)]
+
+
+def shifting(made: type[Shifted]) -> CustomRecipe:
+    quantizer = ShiftingQuantizer(made)
+    return CustomRecipe(lambda role: quantizer if role is Role.WEIGHT else None)
+
+
+def test_weights_one_a_group_with_a_third_tensor_are_written_one_by_one():
+    op = ops.GroupedLinear(3, 8, 5, bias=False, stacked=False)
+    recipe = shifting(ShiftedByGroup)
+    to_quantized(op, recipe)
+    weights = torch.randn(3, 5, 8)
+    with torch.no_grad(), autocast(recipe):
+        for parameter, weight in zip(op.parameters(), weights, strict=True):
+            parameter.copy_(weight)
+        x = torch.randn(9, 8)
+        parts = [part @ weight.T for part, weight in zip(x.split([4, 0, 5]), weights, strict=True)]
+        assert_close({"y": op(x, split_sizes=[4, 0, 5])}, {"y": torch.cat(parts)})
+
+
+def test_a_third_tensor_that_cannot_be_divided_among_groups_is_refused():
+    message = "Shifted holds smallest beside codes and scales.*Replace `member` and `stacked` of ScaledCodes in it"
+    recipe = shifting(Shifted)
+    with pytest.raises(NotImplementedError, match=message):
+        to_quantized(ops.GroupedLinear(3, 8, 5, stacked=False), recipe)
+    every_role = CustomRecipe(lambda role: ShiftingQuantizer(Shifted))
+    rows = quantize(torch.randn(9, 8), every_role, split_sizes=[4, 0, 5]).quantized
+    with pytest.raises(NotImplementedError, match=message):
+        rows.unbind()
+    alone = ShiftingQuantizer(Shifted).quantize(torch.randn(5, 8))
+    with pytest.raises(NotImplementedError, match=message):
+        alone.stacked([alone])

@@ -193,7 +193,10 @@ class ScaledCodes:
 
         sizes: of all groups, on the host, where rows are divided; None for stacked weights. Bit for bit what quantizing
         it alone gives. Subclasses whose tensors do not lie as the spec says replace this, and `stacked`.
+
+        Raises NotImplementedError, as `stacked` does, of a subclass with further `tensor_fields` that has not.
         """
+        self._check_fields("member")
         stored, of_columns = Stored(self.codes, self.scale_inv, self.amax), self.columnwise
         if sizes is None:
             return self._with(of_stack(stored, self.spec, of_columns, group), self.shape[1:])
@@ -202,9 +205,19 @@ class ScaledCodes:
 
     def stacked(self, others: Sequence[ScaledCodes]) -> ScaledCodes:
         """This copy of a weight [N, K] and `others` of the same shape and format, as that of stacked weights."""
+        self._check_fields("stacked")
         members = [Stored(each.codes, each.scale_inv, each.amax) for each in (self, *others)]
         stack = as_stack(members, self.spec, self.columnwise, self.shape[0])
         return self._with(stack, torch.Size((len(members), *self.shape)))
+
+    def _check_fields(self, method: str) -> None:
+        """Raise NotImplementedError if this class inherits `method`, which leaves its further tensors as they are."""
+        further = [name for name in self.tensor_fields if name not in Stored._fields]
+        if further and getattr(type(self), method) is getattr(ScaledCodes, method):
+            raise NotImplementedError(
+                f"{type(self).__name__} holds {' and '.join(further)} beside codes and scales, which cannot be divided "
+                "among groups without its help. Replace `member` and `stacked` of ScaledCodes in it."
+            )
 
     def _with(self, stored: Stored, shape: torch.Size) -> ScaledCodes:
         return replace(self, **stored._asdict(), shape=shape)
