@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from functorch.compile import aot_module, nop
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -164,6 +165,16 @@ def test_selective_checkpointing_sees_operations_by_name(recipe, policy):
     expected = gradients(layer, forward, recipe, x)
     assert all(map(torch.equal, gradients(layer, run, recipe, x), expected))
     assert "fuser.rms_norm_router_grouped_mlp.default" in seen
+
+
+@pytest.mark.parametrize("setting", [{"activation_memory_budget": 0.5}, {"aggressive_recomputation": True}])
+def test_delayed_scaling_that_the_partitioner_computes_again_is_refused_by_its_setting(setting):
+    layer = Sequential(ops.Linear(H, H), ops.GELU(), ops.Linear(H, H))
+    run = torch.compile(lambda x: (2 * layer(x.sin())).sin(), backend="aot_eager_decomp_partition", fullgraph=True)
+    with functorch_config.patch(**setting), autocast("fp8_delayed"):
+        y = run(torch.randn(T, H, requires_grad=True))
+    with pytest.raises(RuntimeError, match="activation_memory_budget and aggressive_recomputation of torch._functorch"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -401,7 +401,8 @@ class TracedPlan:
         if self._state_names and run.records and again:
             raise RuntimeError(
                 f"A forward under {recipe.name!r} is computed again in a backward, when its scales may have moved. "
-                "Leave the checkpoint around the compiled model out, or use a recipe without a state."
+                "Leave the checkpoint around the compiled model out, and activation_memory_budget and "
+                "aggressive_recomputation of torch._functorch.config as they are, or use a recipe without a state."
             )
         if not self.terms.of_autocast:
             return
