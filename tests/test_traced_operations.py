@@ -86,6 +86,19 @@ def test_an_exported_program_runs_under_its_recipe_with_other_token_counts(recip
     assert torch.equal(program.module()(x), expected)
 
 
+@pytest.mark.parametrize("change", ["recipe", "weight"])
+def test_a_program_whose_model_is_changed_says_to_export_it_again(change):
+    layer = Sequential(ops.Linear(H, H))
+    with torch.no_grad():
+        program = torch.export.export(layer, (torch.randn(T, H),)).module()
+    if change == "recipe":
+        layer[0].set_recipe("mxfp8")
+    else:
+        layer[0].weight = nn.Parameter(torch.zeros(H, H))
+    with pytest.raises(RuntimeError, match="Linear was changed after .* exported.*export a program again"):
+        program(torch.randn(T, H))
+
+
 def test_a_plan_of_another_process_is_unknown():
     layer = Sequential(ops.Linear(H, H))
     with torch.no_grad():

@@ -371,13 +371,14 @@ class TracedPlan:
                 continue
             if is_hooked(vars(operation)) != hooked:
                 raise RuntimeError(
-                    f"Hooks of {type(operation).__name__} were registered or removed after the model was compiled, "
-                    "which torch.compile does not see. Call torch.compiler.reset()."
+                    f"Hooks of {type(operation).__name__} were registered or removed after the model was compiled or "
+                    "exported, which torch does not see. Call torch.compiler.reset(); export a program again."
                 )
             if operation.settings != settings:
                 raise RuntimeError(
-                    f"{type(operation).__name__} was changed after the model was compiled, which torch.compile does "
-                    "not see of operations that no module holds. Call torch.compiler.reset()."
+                    f"{type(operation).__name__} was changed after the model was compiled or exported, which torch "
+                    "does not see of operations that no module holds, or of an exported program's. Call "
+                    "torch.compiler.reset(); export a program again."
                 )
             scopes = scopes or operation.opened_scope is not None
             operation.note_unseen_use()
