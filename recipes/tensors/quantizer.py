@@ -87,7 +87,10 @@ class Quantizer(ABC):
 
     def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
         """Quantize stacked weights [G, N, K], each group separately: rowwise along K, columnwise along N."""
-        raise NotImplementedError(f"{type(self).__name__} quantizes single tensors only. Quantize group by group.")
+        raise NotImplementedError(
+            f"{type(self).__name__} quantizes single tensors only. Quantize group by group: replace "
+            "`quantize_stacked`, or make GroupedLinear with stacked=False."
+        )
 
     def quantize_grouped(
         self, x_TK: Tensor, splits: Splits, *, rowwise: bool = True, columnwise: bool = False
