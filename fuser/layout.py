@@ -185,7 +185,7 @@ class Layout:
 
     def check_extras(self, given: Mapping[str, Any], outputs: Sequence[str]) -> None:
         """Raise ValueError, listing what exists, if an extra input is missing or unknown, or if an output does not
-        exist, is made by several modules, or is kept by a nested Sequential."""
+        exist, is made by several modules and not exported, or is kept by a nested Sequential."""
         try:
             check_extras(self.consumed, self.produced, given, outputs)
         except ValueError as error:
@@ -198,7 +198,7 @@ class Layout:
             ) from None
         for name in outputs:
             makers = [maker for made, maker in self._makers if made == name]
-            if len(makers) > 1 and name not in self._exports:  # those are for what is behind: of the last one
+            if len(makers) > 1 and name not in self._exports:  # what is exported is the last one's
                 raise ValueError(
                     f"{len(makers)} operations make the extra output {name!r}: {', '.join(makers)}. Give one of them "
                     f"another name, with rename_extras (within a Sequential: of the operation that makes it). There "

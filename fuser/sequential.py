@@ -54,8 +54,8 @@ class Sequential(Container):
 
     fusions: use only these fusions, in this order, instead of the registered and built-in ones
     path:    force "grouped" or "split"; None lets the recipe decide
-    exports: inside of another Sequential, the extra outputs that it makes for that one; it keeps all others to itself.
-             The extra inputs that nothing in it makes it takes from the other one, by name.
+    exports: inside of another Sequential, the extra outputs that it makes for that one, of two by one name the last; it
+             keeps all others to itself. The extra inputs that nothing in it makes it takes from the other one, by name.
 
     `y = seq(x, split_sizes=sizes, scales=probs)`: extra inputs are passed by name; every operation that declares the
     name receives the tensor. `y, extras = seq(x, outputs=("routing_map",))` returns extra outputs by name. Where two
