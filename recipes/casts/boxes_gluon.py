@@ -1,5 +1,5 @@
-"""What kernels in Gluon share that quantize boxes of 16 rows of bfloat16 numbers, which the copy engine brings into
-shared memory: their descriptors, how they lie there, how threads take them apart and write their codes.
+"""What kernels in Gluon share that quantize boxes of bfloat16 numbers, which the copy engine brings into shared memory:
+their descriptors, how they lie there, how threads take them apart and write their codes.
 
 Import this only where `recipes.triton.gates.why_no_gluon` says None.
 """
@@ -14,9 +14,8 @@ from recipes.triton.repeated import DESCRIPTORS
 
 DESCRIPTORS.add(TensorDescriptor)
 
-ROWS = 16  # of a box
-
 BOX_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+PLAIN_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # of vectors
 WORDS_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
 # The four codes of a column, $3 to $6. A thread gives its neighbour, $2 says which of the two it is, half of its own
 # for half of that one's: so they write a whole unit at $1, of the first one's column, and one at $7, of the other's.
@@ -53,10 +52,10 @@ STORE_FOUR = gl.constexpr("""{
             }""")
 
 
-def boxes_of(x: Tensor, columns: int = 128) -> TensorDescriptor:
-    """A descriptor of boxes of 16 rows and so many columns of contiguous x, of all its rows."""
+def boxes_of(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A descriptor of boxes of so many rows and columns of contiguous x, of all its rows."""
     matrix = x if x.ndim == 2 else x.view(-1, x.shape[-1])
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [ROWS, columns], BOX_LAYOUT.value)
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], BOX_LAYOUT.value)
 
 
 @gluon.jit

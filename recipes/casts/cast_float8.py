@@ -104,6 +104,7 @@ def meeting_tile(columns: int) -> MeetingTile:
 
 # Of the kernel in Gluon, measured on an H100: six programs share a multiprocessor, by registers and shared memory.
 GLUON_TILE = MeetingTile(block_m=64, block_k=256, num_warps=4, registers=80)
+GLUON_BOX = (64, 128)  # rows and columns, of which the copy engine brings two a tile
 
 
 def transpose_back_config(columns: int) -> CastFloat8Config:
@@ -248,9 +249,10 @@ def _cast_at_meetings(
         groups = len(offsets) - 1
         found = programs_of_groups(x_GTK, rows, columns, offsets, GLUON_TILE, True)
     row_codes, column_codes, scale_inv = _codes_and_scale(copies)
+    words = (None if codes is None else codes.view(torch.int32) for codes in (row_codes, column_codes))
     _cast_float8_gluon(
         x_GTK, found.launched,
-        boxes_of(x_GTK), x_GTK.view(torch.int32), as_bytes(row_codes), as_bytes(column_codes), scale_inv, meetings,
+        boxes_of(x_GTK, *GLUON_BOX), x_GTK.view(torch.int32), *words, scale_inv, meetings,
         offsets, aligned, rows, columns, 0 if column_codes is None else column_codes.shape[-1], groups,
         found.most, found.log2_rows,
         FORM=format_of(form, x_GTK.device)["FORM"], RULE=(rule.power_2, rule.amax_epsilon),

@@ -22,8 +22,7 @@ from recipes.casts.float8_tiles_gluon import (
     share_of_group,
     store_inverses,
     tile_of_rows,
-    write_columns,
-    write_rows,
+    write_codes,
 )
 from recipes.triton.barriers_gluon import barrier, invalidate
 from recipes.triton.meeting import amax_of_all, arrive, meeting_of
@@ -58,8 +57,8 @@ def tile_at(offsets_ptr, aligned_ptr, slot, ROWS, COLUMNS, places, num_groups):
 
 @gluon.jit
 def empty_boxes():
-    """Memory of a tile, boxes of 16 rows of each part, and a barrier of each part."""
-    boxes = gl.allocate_shared_memory(gl.bfloat16, [_PARTS * 4, 16, _WIDTH], BOX_LAYOUT)
+    """Memory of a tile, a box of each part, and a barrier of each."""
+    boxes = gl.allocate_shared_memory(gl.bfloat16, [_PARTS, _ROWS, _WIDTH], BOX_LAYOUT)
     ready = gl.allocate_shared_memory(gl.int64, [_PARTS, 1], mbarrier.MBarrierLayout())
     for part in gl.static_range(_PARTS):
         mbarrier.init(ready.index(part), count=1)
@@ -68,21 +67,20 @@ def empty_boxes():
 
 @gluon.jit
 def fetch(x, boxes, ready, part, first, first_column):
-    """A part of a tile is on its way. No thread reads its boxes, and what threads wrote to them is done."""
+    """A part of a tile is on its way. No thread reads its box, and what threads wrote to it is done."""
     fence_async_shared()
     barrier()
     mbarrier.expect(ready.index(part), _ROWS * _WIDTH * 2)
-    for i in gl.static_range(4):
-        tma.async_copy_global_to_shared(
-            x, [first.to(gl.int32) + 16 * i, first_column + part * _WIDTH], ready.index(part), boxes.index(4 * part + i)
-        )  # fmt: skip
+    tma.async_copy_global_to_shared(
+        x, [first.to(gl.int32), first_column + part * _WIDTH], ready.index(part), boxes.index(part)
+    )  # fmt: skip
 
 
 @gluon.jit
 def fetched(words, ready, part, phase, loaded):
     """Wait for a part of a tile; what is not of its first `loaded` rows becomes 0. Returns its larger magnitudes."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
-    lane = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(1, layout)), 1) % 16
+    lane = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(1, layout)), 1)
     peak = gl.full([32, 32], 0, gl.uint32, layout)
     mbarrier.wait(ready.index(part), phase)
     if loaded == _ROWS:
@@ -91,7 +89,7 @@ def fetched(words, ready, part, phase, loaded):
     else:  # no rows but those of the group
         for i in range(4):
             box = words.index(4 * part + i)
-            found = gl.where(lane < loaded - 16 * i, box.load(layout), 0)
+            found = gl.where(lane < loaded - i % 2 * 32, box.load(layout), 0)
             peak = larger_pair(peak, found)
             box.store(found)
     return peak
@@ -141,9 +139,9 @@ def cast_float8_gluon_kernel(
     x, x_ptr, row_codes_ptr, column_codes_ptr, scale_inv_ptr, meetings_ptr, offsets_ptr, aligned_ptr,
     ROWS, COLUMNS, places, num_groups, programs, LOG2_ROWS, FORM: gl.constexpr, RULE: gl.constexpr,
 ):  # fmt: skip
-    """x: a descriptor of boxes of 16 rows and 128 columns; x_ptr: the same in words of two numbers. offsets_ptr: None
-    for num_groups matrices of ROWS rows each. places: how long the rows of columnwise codes are. RULE: whether scales
-    are powers of two, and the least amax.
+    """x: a descriptor of boxes of 64 rows and 128 columns; x_ptr: the same in words of two numbers. offsets_ptr: None
+    for num_groups matrices of ROWS rows each. row_codes_ptr, column_codes_ptr: of words, or None. places: how long the
+    rows of columnwise codes are. RULE: whether scales are powers of two, and the least amax.
 
     programs, LOG2_ROWS: as in `share_of_group`; programs of a group fit on the GPU at once.
     """
@@ -203,18 +201,10 @@ def cast_float8_gluon_kernel(
                     barrier()
                 at = first_column + part * _WIDTH
                 if COLUMNS > at:
-                    if row_codes_ptr is not None:
-                        for i in range(4):
-                            if there > 16 * i:
-                                write_rows(
-                                    words.index(4 * part + i), scale, row_codes_ptr.to(gl.pointer_type(gl.int32)),
-                                    first + 16 * i, at, COLUMNS - at, there - 16 * i, COLUMNS, FORM,
-                                )  # fmt: skip
-                    if column_codes_ptr is not None:
-                        write_columns(
-                            parts.index(part), scale, column_codes_ptr.to(gl.pointer_type(gl.int64)), matrix + at,
-                            COLUMNS - at, place + row, left, places, FORM,
-                        )  # fmt: skip
+                    write_codes(
+                        parts.index(part), scale, row_codes_ptr, first, there, COLUMNS, column_codes_ptr, matrix,
+                        place + row, left, places, at, COLUMNS - at, FORM,
+                    )  # fmt: skip
                 if (n < further) & active:
                     barrier()
                     fetch(

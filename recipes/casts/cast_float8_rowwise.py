@@ -19,6 +19,7 @@ from torch import Tensor
 
 from recipes.casts.cast_float8 import (
     BLOCK,
+    GLUON_BOX,
     GLUON_TILE,
     CastFloat8Config,
     cast_float8_config,
@@ -171,9 +172,8 @@ def _cast_both(
     if most is not None:
         tiles = num_row_tiles(groups, rows, offsets, GLUON_TILE.block_m, BLOCK) * cdiv(columns, GLUON_TILE.block_k)
         _cast_vectors(
-            x_GTK, tiles, boxes_of(x_GTK),
-            None if row_codes is None else row_codes.view(torch.int32),
-            None if column_codes is None else column_codes.view(torch.int64),
+            x_GTK, tiles, boxes_of(x_GTK, *GLUON_BOX),
+            *(None if codes is None else codes.view(torch.int32) for codes in (row_codes, column_codes)),
             row_scale, column_scale, meetings, row_amax, column_amax, offsets, aligned,
             rows, columns, width, num_groups, most, FORM=form["FORM"], RULE=(form["POWER_2"], amax_epsilon),
             num_warps=GLUON_TILE.num_warps, maxnreg=GLUON_TILE.registers,

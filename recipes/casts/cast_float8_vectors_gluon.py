@@ -30,8 +30,8 @@ def cast_float8_vectors_gluon_kernel(
     x, row_codes_ptr, column_codes_ptr, row_scale_ptr, column_scale_ptr, meetings_ptr, row_amax_ptr, column_amax_ptr,
     offsets_ptr, aligned_ptr, ROWS, COLUMNS, places, num_groups, most, FORM: gl.constexpr, RULE: gl.constexpr,
 ):  # fmt: skip
-    """x, offsets_ptr, places, RULE: as in `cast_float8_gluon_kernel`. row_codes_ptr, column_codes_ptr: of words and of
-    int64, or None. Amaxes of all rows, and [num_groups, COLUMNS], are 0, but of groups with more than `most` rows,
+    """x, offsets_ptr, places, RULE: as in `cast_float8_gluon_kernel`. row_codes_ptr, column_codes_ptr: of words, or
+    None. Amaxes of all rows, and [num_groups, COLUMNS], are 0, but of groups with more than `most` rows,
     which do not meet, known."""
     column_blocks = gl.cdiv(COLUMNS, _PARTS * _WIDTH)
     slot = gl.program_id(0) // column_blocks
@@ -53,20 +53,20 @@ def cast_float8_vectors_gluon_kernel(
         meets = (loaded > 0) & (size <= most)
         words = boxes._reinterpret(gl.uint32, [_PARTS * 4, 32, 32], WORDS_LAYOUT)
         of_words: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
-        lane = gl.arange(0, 32, gl.SliceLayout(1, of_words)) % 16
-        for i in range(4):
-            is_there = lane < loaded - 16 * i
+        lane = gl.arange(0, 32, gl.SliceLayout(1, of_words))
+        for i in range(2):
+            is_there = lane < loaded - 32 * i
             peak = gl.full([32, 32], 0, gl.uint32, of_words)
-            for part in gl.static_range(_PARTS):
-                box = words.index(4 * part + i)
-                if loaded >= 16 * i + 16:
+            for n in gl.static_range(2 * _PARTS):
+                box = words.index(2 * n + i)
+                if loaded >= 32 * i + 32:
                     peak = larger_pair(peak, box.load(of_words))
                 else:  # no rows but those of the group
                     found = gl.where(gl.expand_dims(is_there, 1), box.load(of_words), 0)
                     peak = larger_pair(peak, found)
                     box.store(found)
             if row_codes_ptr is not None:
-                raise_amaxes_of_rows(row_amax_ptr + first + 16 * i, peak, lane, meets & is_there)
+                raise_amaxes_of_rows(row_amax_ptr + first + 32 * i, peak, lane, meets & is_there)
         barrier()
         tiles = boxes._reinterpret(gl.uint32, [_PARTS, 128, 32], WORDS_LAYOUT)
         of_group = group.to(gl.int64) * COLUMNS
@@ -84,12 +84,10 @@ def cast_float8_vectors_gluon_kernel(
             at = first_column + part * _WIDTH
             if COLUMNS > at:
                 if row_codes_ptr is not None:
-                    for i in range(4):
-                        if height > 16 * i:
-                            write_rows(
-                                words.index(4 * part + i), row_scales.index(i), row_codes_ptr, first + 16 * i, at,
-                                COLUMNS - at, height - 16 * i, COLUMNS, FORM, True,
-                            )  # fmt: skip
+                    write_rows(
+                        tiles.index(part), row_scales, row_codes_ptr, first, at, COLUMNS - at, height, COLUMNS, FORM,
+                        True,
+                    )  # fmt: skip
                 if column_codes_ptr is not None:
                     column_scales = scales_of_columns(
                         column_amax_ptr + of_group + at, column_scale_ptr + of_group + at,

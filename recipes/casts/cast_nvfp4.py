@@ -426,7 +426,7 @@ def cast_nvfp4_gluon(
     chunk = min(max(next_power_of_2(launch.sizes[1] + 1), 32), 128) if launch.offsets[0] is not None else 32
     _cast_nvfp4_gluon(
         x, launch.grid,
-        boxes_of(x, config.block_c), *launch.offsets, *amaxes, seed,
+        boxes_of(x, 16, config.block_c), *launch.offsets, *amaxes, seed,
         _words_of(made.rowwise), as_bytes(made.rowwise_scale),
         columns.view(torch.int64) if columns.dtype == torch.uint8 else _words_of(columns),
         as_bytes(made.columnwise_scale), *launch.sizes, K=x.shape[-1], STACKED=x.ndim == 3, RHT=rht,

@@ -134,7 +134,7 @@ def transposed_words(x, FORM: tl.constexpr, NATIVE: tl.constexpr):
     rows then give the transposed ones. FORM, NATIVE: as in `float8_codes`.
     """
     x0, x1, x2, x3 = in_four(x)
-    return _transposed_bytes(*in_four(tl.trans(float8_words(x0, x1, x2, x3, FORM, NATIVE))))
+    return transposed_bytes(*in_four(tl.trans(float8_words(x0, x1, x2, x3, FORM, NATIVE))))
 
 
 # From words 4 to 7 first pairs of their bytes 0, 1, 0, 1 and 2, 3, 2, 3, then words of one byte each.
@@ -152,7 +152,7 @@ TRANSPOSE = tl.constexpr("""{
 
 
 @triton.jit
-def _transposed_bytes(w0, w1, w2, w3):
+def transposed_bytes(w0, w1, w2, w3):
     """Bytes 0 of four words as one word, bytes 1, bytes 2, bytes 3: eight instructions; the compiler makes 27."""
     if INTERPRET:
         words = (w0, w1, w2, w3)

@@ -1,9 +1,10 @@
 """What kernels in Gluon that cast to FP8 with one scale a group share: which rows a program has, amaxes and scales, and
 the codes of a tile of bfloat16 numbers in shared memory.
 
-A tile is [64, 128], in boxes of 16 rows, each of two times 64 columns; read as words of two numbers, [128, 32], it has
-16 rows of the first 64 columns, the same rows of the others, and so on. Four warps write its codes. Of the columnwise
-ones a thread has two columns of 32 rows; with its neighbour it writes whole units of 32 bytes.
+A tile is [64, 128]; read as words of two numbers, [128, 32], it has 64 rows of the first 64 columns, and the same rows
+of the others. Four warps write its codes. Of columnwise ones a thread has four columns of 16 rows: it casts four
+columns of a row to a word, transposes the words of four rows, and with its neighbour writes whole units of 32 bytes.
+Where both copies are made, these words are the rowwise one.
 
 Import this only where `recipes.triton.gates.why_no_gluon` says None.
 """
@@ -11,9 +12,10 @@ Import this only where `recipes.triton.gates.why_no_gluon` says None.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from recipes.casts.boxes_gluon import STORE_COLUMNS, STORE_FOUR, in_eight, in_sixteen
+from recipes.casts.boxes_gluon import PLAIN_LAYOUT, STORE_FOUR, in_eight, in_sixteen
 from recipes.casts.cast_float8_triton import scale_of_amax
-from recipes.casts.float8_elements_triton import float8_words
+from recipes.casts.cast_nvfp4_triton import split_in_four
+from recipes.casts.float8_elements_triton import float8_words, transposed_bytes
 from recipes.triton.meeting import known_amax, meeting_of
 from recipes.triton.rounding import unpack_pairs
 
@@ -43,13 +45,20 @@ def group_of_slot(offsets_ptr, aligned_ptr, slot, LOG2_ROWS, T, places, num_grou
     the others' minima take the place of a second read.
     """
     offs = gl.arange(0, 128, gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
-    group = -1
-    begin, place = 0, 0
     end = T + _PADDING * num_groups
-    behind = places
-    for start in range(0, num_groups + 1, 128):
+    tail = gl.load(offsets_ptr + num_groups).to(gl.int32)
+    is_tail = (tail >> LOG2_ROWS) + num_groups <= slot
+    group = gl.where(is_tail, 0, -1)
+    begin = gl.where(is_tail, tail, 0)
+    end = gl.where(is_tail, end, gl.minimum(end, tail))
+    place, behind = 0, places
+    if aligned_ptr is not None:
+        place_of_tail = gl.load(aligned_ptr + num_groups).to(gl.int32)
+        place = gl.where(is_tail, place_of_tail, 0)
+        behind = gl.where(is_tail, places, gl.minimum(places, place_of_tail))
+    for start in range(0, num_groups, 128):  # 128 are read at once
         offs_g = start + offs
-        there = offs_g <= num_groups
+        there = offs_g < num_groups
         begins = gl.load(offsets_ptr + offs_g, mask=there, other=0).to(gl.int32)
         owns = there & ((begins >> LOG2_ROWS) + offs_g <= slot)
         later = there & ((begins >> LOG2_ROWS) + offs_g > slot)
@@ -138,24 +147,6 @@ def in_thirty_two(x):
 
 
 @gluon.jit
-def codes_of_rows(xs, SECOND: gl.constexpr, scale, FORM: gl.constexpr):
-    """Codes of 32 words of two columns, of their first numbers or of the second ones: four words of eight rows."""
-    result = ()
-    for k in gl.static_range(4):
-        low = float8_words(
-            unpack_pairs(xs[8 * k])[SECOND] * scale, unpack_pairs(xs[8 * k + 1])[SECOND] * scale,
-            unpack_pairs(xs[8 * k + 2])[SECOND] * scale, unpack_pairs(xs[8 * k + 3])[SECOND] * scale, FORM, True,
-        )  # fmt: skip
-        high = float8_words(
-            unpack_pairs(xs[8 * k + 4])[SECOND] * scale, unpack_pairs(xs[8 * k + 5])[SECOND] * scale,
-            unpack_pairs(xs[8 * k + 6])[SECOND] * scale, unpack_pairs(xs[8 * k + 7])[SECOND] * scale, FORM, True,
-        )  # fmt: skip
-        both = low.to(gl.int64) | (high.to(gl.int64) << 32)
-        result = result + (both,)  # type: ignore[assignment]  # noqa: RUF005
-    return result
-
-
-@gluon.jit
 def codes_of_columns(xs, scale, FORM: gl.constexpr):
     """Codes of eight words of two columns: four words."""
     codes = ()
@@ -178,15 +169,69 @@ def store_sixteen(at, codes, is_there):
 
 
 @gluon.jit
+def empty_factors(scales_ptr, PARTS: gl.constexpr, ROWS: gl.constexpr):
+    """Shared memory [PARTS, ROWS] for a tile's factors; None: it has none."""
+    if scales_ptr is None:
+        return None
+    else:
+        return gl.allocate_shared_memory(gl.float32, [PARTS, ROWS], PLAIN_LAYOUT)
+
+
+@gluon.jit
+def load_factors(factors, scales_ptr, first, height):
+    """Those of the rows from `first` on, of which `height` are there: at once, since each part of a tile that loaded
+    its own would wait for memory."""
+    if factors is not None:
+        ROWS: gl.constexpr = factors.shape[0] * factors.shape[1]
+        row = gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        found = gl.load(scales_ptr + first + row, mask=row < height, other=0).to(gl.float32)
+        factors._reinterpret(gl.float32, [ROWS], PLAIN_LAYOUT).store(found)
+
+
+@gluon.jit
 def columns_of(words):
-    """32 rows of words [128, 32] in shared memory, which have 16 rows of the first 64 columns, of the others, and so
-    on: 32 tensors [4, 32], of the first rows, of the same rows of the other columns, and of the others."""
+    """Words [128, 32] in shared memory as 32 tensors [4, 32], rows 0 to 31 of: the first 64 columns' first half of the
+    rows, and second; the others' first half, and second."""
     layout: gl.constexpr = gl.DistributedLinearLayout(
-        [[1, 0], [2, 0], [4, 0], [8, 0], [32, 0]], [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]], [[16, 0], [64, 0]], [],
+        [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]], [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]], [[32, 0], [64, 0]], [],
         [128, 32],
     )  # fmt: skip
-    x = words.load(layout).reshape([2, 2, 2, 16, 32]).permute([0, 2, 4, 1, 3]).reshape([4, 32, 32])
-    return in_thirty_two(x)
+    return in_thirty_two(words.load(layout).reshape([4, 32, 32]).permute([0, 2, 1]))
+
+
+@gluon.jit
+def places_of_fours(x):
+    """Of a tensor [8, 16] that `fours_of` returns: the first row, and the first column, of each place."""
+    of_words: gl.constexpr = x.type.layout
+    eighth = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, of_words)), 1)
+    four = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, of_words)), 0)
+    return eighth // 2 * 16 + 0 * four, eighth % 2 * 64 + 4 * four
+
+
+@gluon.jit
+def fours_of(words):
+    """Words [128, 32] in shared memory as 32 tensors [8, 16]: of 16 rows two words each, which are four columns."""
+    layout: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [1, 0], [2, 0], [4, 0], [8, 0]], [[16, 0], [0, 2], [0, 4], [0, 8], [0, 16]], [[32, 0], [64, 0]], [],
+        [128, 32],
+    )  # fmt: skip
+    x = words.load(layout).reshape([2, 4, 16, 16, 2]).permute([1, 0, 3, 2, 4])
+    return in_thirty_two(x.reshape([8, 16, 32]))
+
+
+@gluon.jit
+def store_columns(codes, codes_ptr, first_column, columns, place, left, places):
+    """Columnwise codes of 16 words [8, 16] of four columns each, of 16 rows. codes_ptr: of words, rows of `places`
+    codes; the tile's begins at first_column and `place`, and so many columns and places are there."""
+    row, column = places_of_fours(codes[0])
+    is_there = (column < columns) & (row < left)
+    w0 = transposed_bytes(codes[0], codes[1], codes[2], codes[3])
+    w1 = transposed_bytes(codes[4], codes[5], codes[6], codes[7])
+    w2 = transposed_bytes(codes[8], codes[9], codes[10], codes[11])
+    w3 = transposed_bytes(codes[12], codes[13], codes[14], codes[15])
+    at = codes_ptr + ((first_column + column.to(gl.int64)) * (places // 4) + (place + row) // 4)
+    for j in gl.static_range(4):
+        store_sixteen(at + j * (places // 4), (w0[j], w1[j], w2[j], w3[j]), is_there)
 
 
 @gluon.jit
@@ -194,29 +239,26 @@ def write_columns(
     words, scale, codes_ptr, first_column, columns, place, left, places, FORM: gl.constexpr,
     VECTOR: gl.constexpr = False,
 ):  # fmt: skip
-    """Columnwise codes of words [128, 32], as `columns_of` takes them. codes_ptr: of int64, rows of `places` codes;
-    this tile's begins at first_column, and `columns` of it are there. VECTOR: scale is what `scales_of_columns` gave"""
-    xs = columns_of(words)
-    of_pairs: gl.constexpr = xs[0].type.layout
-    quarter = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, of_pairs)), 1)
-    pair = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, of_pairs)), 0)
-    column = quarter % 2 * 64 + 2 * pair
-    half = quarter // 2
-    odd = (pair + 0 * quarter) % 2
-    is_there = ((column < columns) & (32 * half < left)).to(gl.int32)
-    stride = places // 8
-    for second in gl.static_range(2):
-        if VECTOR:
-            codes = codes_of_rows(xs, second, scale.index(second).load(of_pairs), FORM)
-        else:
-            codes = codes_of_rows(xs, second, scale, FORM)
-        at = (first_column + column.to(gl.int64) + second) * stride + (place // 8 + 4 * half)
-        own = codes_ptr + (at + odd * (2 - 2 * stride))
-        gl.inline_asm_elementwise(
-            STORE_COLUMNS, "=r,l,r,l,l,l,l,l,r",
-            [own.to(gl.int64), odd, codes[0], codes[1], codes[2], codes[3], (own + 2 * stride).to(gl.int64), is_there],
-            dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+    """Columnwise codes of words [128, 32] in shared memory, as `store_columns` has them. VECTOR: scale is what
+    `scales_of_columns` gave"""
+    xs = fours_of(words)
+    of_words: gl.constexpr = xs[0].type.layout
+    if VECTOR:
+        layout: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 1], [0, 2]], [[1, 0], [0, 4], [0, 8], [0, 16], [0, 32]], [[2, 0], [0, 64]], [], [4, 128]
+        )
+        s0, s1, s2, s3 = split_in_four(scale.load(layout).reshape([8, 16, 4]))
+        s0, s1 = gl.convert_layout(s0, of_words), gl.convert_layout(s1, of_words)
+        s2, s3 = gl.convert_layout(s2, of_words), gl.convert_layout(s3, of_words)
+    else:
+        s0, s1, s2, s3 = scale, scale, scale, scale
+    codes = ()
+    for i in gl.static_range(16):
+        x0, x1 = unpack_pairs(xs[2 * i])
+        x2, x3 = unpack_pairs(xs[2 * i + 1])
+        word = float8_words(x0 * s0, x1 * s1, x2 * s2, x3 * s3, FORM, True)
+        codes = codes + (word,)  # type: ignore[assignment]  # noqa: RUF005
+    store_columns(codes, codes_ptr, first_column, columns, place, left, places)
 
 
 @gluon.jit
@@ -224,24 +266,63 @@ def write_rows(
     words, scale, codes_ptr, first, first_column, columns, height, WIDTH, FORM: gl.constexpr,
     VECTOR: gl.constexpr = False,
 ):  # fmt: skip
-    """Rowwise codes of words [32, 32] in shared memory, 16 rows of the first 64 columns and of the others. codes_ptr:
-    of words; this tile's begin at row `first` and first_column of WIDTH, and so many columns and rows are there.
-    VECTOR: scale is what `scales_of_rows` gave"""
+    """Rowwise codes of words [128, 32] in shared memory. codes_ptr: of words; this tile's begin at row `first` and
+    first_column of WIDTH, and so many columns and rows are there. VECTOR: scale is what `scales_of_rows` gave"""
     layout: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4]], [[0, 8], [0, 16], [1, 0], [2, 0], [16, 0]], [[4, 0], [8, 0]], [], [32, 32]
-    )
-    xs = in_eight(words.load(layout).reshape([32, 4, 8]))
+        [[0, 1], [0, 2], [0, 4], [16, 0], [32, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [64, 0]], [[4, 0], [8, 0]], [],
+        [128, 32],
+    )  # fmt: skip
+    xs = in_eight(words.load(layout).reshape([128, 4, 8]))
     of_codes: gl.constexpr = xs[0].type.layout
     if VECTOR:
         codes = codes_of_columns(xs, gl.expand_dims(scale.load(gl.SliceLayout(1, of_codes)), 1), FORM)
     else:
         codes = codes_of_columns(xs, scale, FORM)
-    row = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(1, of_codes)), 1)
+    lane = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(1, of_codes)), 1)
     sixteen = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, of_codes)), 0)
-    column = row // 16 * 64 + sixteen * 16
-    row = row % 16
+    row, column = lane % 64, lane // 64 * 64 + sixteen * 16
     at = codes_ptr + ((first + row) * (WIDTH // 4) + (first_column + column) // 4)
     store_sixteen(at, codes, (row < height) & (column < columns))
+
+
+@gluon.jit
+def write_codes(
+    words, scale, row_codes_ptr, first, height, WIDTH, column_codes_ptr, matrix, place, left, places, first_column,
+    columns, FORM: gl.constexpr,
+):  # fmt: skip
+    """The copies that there are of words [128, 32] in shared memory, `columns` of them from first_column on: rowwise
+    codes as `write_rows` has them, and columnwise ones as `store_columns`, with the first row of their matrix there."""
+    if row_codes_ptr is not None and column_codes_ptr is not None:
+        _write_both(
+            words, scale, row_codes_ptr, first, height, WIDTH, column_codes_ptr, matrix, place, left, places,
+            first_column, columns, FORM,
+        )  # fmt: skip
+    elif row_codes_ptr is not None:
+        write_rows(words, scale, row_codes_ptr, first, first_column, columns, height, WIDTH, FORM)
+    elif column_codes_ptr is not None:
+        write_columns(
+            words, scale, column_codes_ptr, matrix + first_column, columns, place, left, places, FORM
+        )  # fmt: skip
+
+
+@gluon.jit
+def _write_both(
+    words, scale, row_codes_ptr, first, height, WIDTH, column_codes_ptr, matrix, place, left, places, first_column,
+    columns, FORM: gl.constexpr,
+):  # fmt: skip
+    """Codes of words [128, 32] in shared memory, from first_column on, where so many are, in both copies."""
+    xs = fours_of(words)
+    row, column = places_of_fours(xs[0])
+    is_column = column < columns
+    at = row_codes_ptr + ((first + row) * (WIDTH // 4) + (first_column + column) // 4)
+    codes = ()
+    for i in gl.static_range(16):
+        x0, x1 = unpack_pairs(xs[2 * i])
+        x2, x3 = unpack_pairs(xs[2 * i + 1])
+        word = float8_words(x0 * scale, x1 * scale, x2 * scale, x3 * scale, FORM, True)
+        gl.store(at + i * (WIDTH // 4), word.to(gl.int32, bitcast=True), mask=is_column & (row + i < height))
+        codes = codes + (word,)  # type: ignore[assignment]  # noqa: RUF005
+    store_columns(codes, column_codes_ptr, matrix + first_column, columns, place, left, places)
 
 
 @gluon.jit

@@ -9,13 +9,13 @@ Import this only where `recipes.triton.gates.why_no_gluon` says None.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from recipes.casts.boxes_gluon import PLAIN_LAYOUT
 from recipes.casts.cast_float8_triton import scale_of_amax
 from recipes.casts.float8_tiles_gluon import columns_of, larger_magnitude, largest_of, rows_of
 from recipes.triton.meeting import be_counted, meeting_of, wait_for_all
 from recipes.triton.rounding import unpack_pairs
 
 _ROWS, _WIDTH = gl.constexpr(64), gl.constexpr(128)
-_PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _PLAIN_MATRIX = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
@@ -38,7 +38,7 @@ def raise_amaxes_of_columns(amax_ptr, words, columns):
     found = unpack_pairs(largest_of(columns_of(words)) & 0x7FFF7FFF)
     layout: gl.constexpr = found[0].type.layout
     quarter = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, layout)), 1)
-    column = quarter % 2 * 64 + 2 * gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, layout)), 0)
+    column = quarter // 2 * 64 + 2 * gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, layout)), 0)
     for second in gl.static_range(2):
         raise_amaxes(amax_ptr + (column + second), found[second], column < columns)
 
@@ -65,32 +65,26 @@ def store_scales_of_empty(scale_inv_ptr, offsets_ptr, T, WIDTH, num_groups, FORM
 
 @gluon.jit
 def scales_of_rows(amax_ptr, scale_inv_ptr, first, height, is_stored, FORM: gl.constexpr, RULE: gl.constexpr):
-    """Those of 64 rows, of which the first `height` are there, in shared memory [4, 32]: of 16 rows twice, as
-    `write_rows` takes them. is_stored: whether 1 / scale is."""
-    scales = gl.allocate_shared_memory(gl.float32, [128], _PLAIN)
+    """Those of 64 rows, of which the first `height` are there, in shared memory [128], twice, as `write_rows` takes
+    them. is_stored: whether 1 / scale is."""
+    scales = gl.allocate_shared_memory(gl.float32, [128], PLAIN_LAYOUT)
     lane = gl.arange(0, 128, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    row = lane // 32 * 16 + lane % 16
+    row = lane % 64
     scale = _scale_at(amax_ptr + first + row, row < height, FORM, RULE)
-    gl.store(scale_inv_ptr + first + row, gl.div_rn(1.0, scale), mask=(row < height) & (lane % 32 < 16) & is_stored)
+    gl.store(scale_inv_ptr + first + row, gl.div_rn(1.0, scale), mask=(row < height) & (lane < 64) & is_stored)
     scales.store(scale)
-    return scales._reinterpret(gl.float32, [4, 32], _PLAIN)
+    return scales
 
 
 @gluon.jit
 def scales_of_columns(amax_ptr, scale_inv_ptr, columns, is_stored, FORM: gl.constexpr, RULE: gl.constexpr):
-    """Those of 128 columns, of which so many are there, in shared memory [2, 4, 32]: of even and of odd ones, those of
-    the first 64, of the others, and both again, as `write_columns` takes them."""
-    scales = gl.allocate_shared_memory(gl.float32, [2, 4, 32], _PLAIN_MATRIX)
-    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
-    quarter = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, layout)), 1)
-    even = quarter % 2 * 64 + 2 * gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, layout)), 0)
-    for second in gl.static_range(2):
-        column = even + second
-        scale = _scale_at(amax_ptr + column, column < columns, FORM, RULE)
-        gl.store(
-            scale_inv_ptr + column, gl.div_rn(1.0, scale), mask=(column < columns) & (quarter < 2) & is_stored
-        )  # fmt: skip
-        scales.index(second).store(scale)
+    """Those of 128 columns, of which so many are there, in shared memory [4, 128], four times, as `write_columns` takes
+    them."""
+    scales = gl.allocate_shared_memory(gl.float32, [4, 128], _PLAIN_MATRIX)
+    column = gl.arange(0, 128, gl.SliceLayout(0, gl.BlockedLayout([4, 1], [1, 32], [1, gl.num_warps()], [1, 0])))
+    scale = _scale_at(amax_ptr + column, column < columns, FORM, RULE)
+    gl.store(scale_inv_ptr + column, gl.div_rn(1.0, scale), mask=(column < columns) & is_stored)
+    scales.store(gl.expand_dims(scale, 0).broadcast_to([4, 128]))
     return scales
 
 

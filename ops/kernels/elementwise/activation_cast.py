@@ -25,6 +25,7 @@ if why_no_gluon((9, 0)) is None:
 
 # Six programs share a multiprocessor: 32 KB of shared memory and 10240 registers each.
 TILE = MeetingTile(block_m=64, block_k=128, num_warps=4, registers=80)
+BOX = (64, 64)  # rows and columns that the copy engine brings at once
 
 
 def cast_of(h: Tensor, step: Step, into: QuantizedBuffers) -> Cast | None:
@@ -44,8 +45,8 @@ def launch_activation_cast(h: Tensor, step: Step, scales: Tensor | None, cast: C
     programs = programs_of_groups(h, rows, columns, cast.offsets, TILE, True)
     _activation(
         h, programs.launched,
-        boxes_of(h), None if scales is None else scales.contiguous(),
-        None if row is None else row.view(torch.int32), None if column is None else column.view(torch.int64),
+        boxes_of(h, *BOX), None if scales is None else scales.contiguous(),
+        None if row is None else row.view(torch.int32), None if column is None else column.view(torch.int32),
         cast.row_scales if row is not None else cast.column_scales, cast.meetings, cast.offsets, cast.aligned,
         rows, columns, places_of(cast), num_groups(cast), programs.most, programs.log2_rows,
         **{name: about[name] for name in ("STEPS", "CONSTANTS", "SOURCE")}, FORM=constants["FORM"],

@@ -17,12 +17,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from recipes.casts.boxes_gluon import BOX_LAYOUT, WORDS_LAYOUT
 from recipes.casts.cast_float8_triton import scale_of_amax
 from recipes.casts.float8_tiles_gluon import (
+    empty_factors,
     larger_pair,
     largest,
+    load_factors,
     share_of_group,
     store_inverses,
-    write_columns,
-    write_rows,
+    write_codes,
 )
 from recipes.triton.barriers_gluon import barrier, invalidate
 from recipes.triton.meeting import amax_of_all, arrive, meeting_of
@@ -32,37 +33,40 @@ _ROWS, _WIDTH = gl.constexpr(64), gl.constexpr(128)
 
 
 @gluon.jit
-def _fetch(h, boxes, ready, first, first_column, COLUMNS):
-    """A tile's boxes of gate and linear part are on their way. No thread reads them, and what threads wrote to them is
-    done."""
+def _fetch(h, gate, linear, ready, first, first_column, COLUMNS):
+    """A tile's boxes of gate and linear part are on their way, the first 64 columns first. No thread reads them, and
+    what threads wrote to them is done."""
     fence_async_shared()
     barrier()
     row = first.to(gl.int32)
-    for i in gl.static_range(4):
-        mbarrier.expect(ready.index(i), 2 * 16 * _WIDTH * 2)
-        tma.async_copy_global_to_shared(h, [row + 16 * i, first_column], ready.index(i), boxes.index(i))
-        tma.async_copy_global_to_shared(h, [row + 16 * i, COLUMNS + first_column], ready.index(i), boxes.index(4 + i))
+    for i in gl.static_range(2):
+        column = first_column + 64 * i
+        mbarrier.expect(ready.index(i), 2 * 64 * 64 * 2)
+        tma.async_copy_global_to_shared(h, [row, column], ready.index(i), gate.index(i))
+        tma.async_copy_global_to_shared(h, [row, COLUMNS + column], ready.index(i), linear.index(i))
 
 
 @gluon.jit
 def _compute(
-    parts, at, rows, column, height, columns, first, scales_ptr, STEPS: gl.constexpr, CONSTANTS: gl.constexpr
+    gates, linears, part, sixty_four, height, columns, factors, STEPS: gl.constexpr, CONSTANTS: gl.constexpr
 ):  # fmt: skip
-    """act in words of two columns, 0 where it is not, in place of number `at` of the gate, and returned."""
+    """act in words of two columns, 0 where it is not, in place of the gate, and returned. part, sixty_four, factors: as
+    in `dactivation_gluon.compute`."""
     A: gl.constexpr = CONSTANTS[0]
     B: gl.constexpr = CONSTANTS[1]
     C: gl.constexpr = CONSTANTS[2]
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
-    a0, a1 = unpack_pairs(parts.index(at).load(layout))
-    b0, b1 = unpack_pairs(parts.index(8 + at).load(layout))
+    a0, a1 = unpack_pairs(gates.load(layout))
+    b0, b1 = unpack_pairs(linears.load(layout))
     y0, y1 = STEPS[0](a0, b0, A, B, C), STEPS[0](a1, b1, A, B, C)
-    if scales_ptr is not None:
-        scale = gl.load(scales_ptr + first + rows, mask=rows < height, other=0).to(gl.float32)
-        scale = gl.expand_dims(scale, 1)
+    if factors is not None:
+        scale = gl.expand_dims(factors.index(part).load(gl.SliceLayout(1, layout)), 1)
         y0 *= scale
         y1 *= scale
+    column = 64 * sixty_four + 2 * gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, layout)), 0)
+    rows = part * gates.shape[0] + gl.arange(0, gates.shape[0], gl.SliceLayout(1, layout))
     y = gl.where(gl.expand_dims(rows < height, 1) & (column < columns), bfloat16_pairs(y0, y1), 0)
-    parts.index(at).store(y)
+    gates.store(y)
     return y
 
 
@@ -72,8 +76,8 @@ def activation_gluon_kernel(
     places, num_groups, programs, LOG2_ROWS,
     STEPS: gl.constexpr, CONSTANTS: gl.constexpr, SOURCE: gl.constexpr, FORM: gl.constexpr, RULE: gl.constexpr,
 ):  # fmt: skip
-    """h: a descriptor of boxes of 16 rows and 128 columns. row_codes_ptr, column_codes_ptr: of words and of int64, or
-    None. programs, LOG2_ROWS: as in `share_of_group`; programs of a group fit on the GPU at once."""
+    """h: a descriptor of boxes of 64 rows and columns. row_codes_ptr, column_codes_ptr: of words, or None. programs,
+    LOG2_ROWS: as in `share_of_group`; programs of a group fit on the GPU at once."""
     column_blocks = gl.cdiv(COLUMNS, _WIDTH)
     if gl.program_id(0) == 0:
         store_inverses(scale_inv_ptr, meetings_ptr, offsets_ptr, T, num_groups, "meeting", FORM, RULE)
@@ -83,16 +87,16 @@ def activation_gluon_kernel(
     active = group < num_groups
     tiles = gl.cdiv(gl.maximum(size, padded), _ROWS) * column_blocks
     if worker < gl.minimum(workers, tiles):
-        boxes = gl.allocate_shared_memory(gl.bfloat16, [8, 16, _WIDTH], BOX_LAYOUT)
-        ready = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-        for box in gl.static_range(4):
-            mbarrier.init(ready.index(box), count=1)
-        parts = boxes._reinterpret(gl.uint32, [16, 16, 32], WORDS_LAYOUT)
-        words = boxes._reinterpret(gl.uint32, [8, 32, 32], WORDS_LAYOUT)
-        act = boxes._reinterpret(gl.uint32, [2, 128, 32], WORDS_LAYOUT).index(0)
+        gate = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], BOX_LAYOUT)
+        linear = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], BOX_LAYOUT)
+        ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for half in gl.static_range(2):
+            mbarrier.init(ready.index(half), count=1)
+        factors = empty_factors(scales_ptr, 4, 16)
+        gates = gate._reinterpret(gl.uint32, [8, 16, 32], WORDS_LAYOUT)
+        linears = linear._reinterpret(gl.uint32, [8, 16, 32], WORDS_LAYOUT)
+        act = gate._reinterpret(gl.uint32, [1, 128, 32], WORDS_LAYOUT).index(0)
         of_words: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
-        lane = gl.arange(0, 16, gl.SliceLayout(1, of_words))
-        pair = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, of_words)), 0)
         peak = gl.full([16, 32], 0, gl.uint32, of_words)
         scale = 1.0
         further = (tiles - 1 - worker) // workers  # tiles of this program, which it computes twice
@@ -103,12 +107,13 @@ def activation_gluon_kernel(
             first_column = tile % column_blocks * _WIDTH
             columns = COLUMNS - first_column
             height = gl.maximum(gl.minimum(size - row, _ROWS), 0)
-            _fetch(h, boxes, ready, first, first_column, COLUMNS)
+            _fetch(h, gate, linear, ready, first, first_column, COLUMNS)
+            load_factors(factors, scales_ptr, first, height)
             for j in range(8):  # 16 rows of 64 columns at a time
-                mbarrier.wait(ready.index(j // 2), step % 2)
+                mbarrier.wait(ready.index(j // 4), step % 2)
                 y = _compute(
-                    parts, j, j // 2 * 16 + lane, j % 2 * 64 + 2 * pair, gl.where(active, height, 0), columns, first,
-                    scales_ptr, STEPS, CONSTANTS,
+                    gates.index(j), linears.index(j), j % 4, j // 4, gl.where(active, height, 0), columns, factors,
+                    STEPS, CONSTANTS,
                 )  # fmt: skip
                 peak = larger_pair(peak, y)
             barrier()
@@ -118,17 +123,10 @@ def activation_gluon_kernel(
                 scale = scale_of_amax(amax, RULE[1], FORM, RULE[0])
                 gl.store(scale_inv_ptr + group, gl.div_rn(1.0, scale), mask=worker == 0)
             if step >= further:
-                if row_codes_ptr is not None:
-                    for i in range(4):
-                        if height > 16 * i:
-                            write_rows(
-                                words.index(i), scale, row_codes_ptr, first + 16 * i, first_column, columns,
-                                height - 16 * i, COLUMNS, FORM,
-                            )  # fmt: skip
-                if column_codes_ptr is not None:
-                    left = gl.maximum(gl.minimum(padded - row, _ROWS), 0)
-                    write_columns(
-                        act, scale, column_codes_ptr, first_column, columns, (place + row).to(gl.int64), left, places,
-                        FORM,
-                    )  # fmt: skip
+                left = gl.maximum(gl.minimum(padded - row, _ROWS), 0)
+                at = (place + row).to(gl.int64)
+                write_codes(
+                    act, scale, row_codes_ptr, first, height, COLUMNS, column_codes_ptr, 0, at, left, places,
+                    first_column, columns, FORM,
+                )  # fmt: skip
         invalidate(ready)

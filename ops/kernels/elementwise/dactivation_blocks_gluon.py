@@ -11,16 +11,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ops.kernels.elementwise.dactivation_gluon import compute, empty_boxes, fetch
-from recipes.casts.boxes_gluon import STORE_COLUMNS, WORDS_LAYOUT, in_eight
+from ops.kernels.elementwise.dactivation_gluon import as_words, compute, empty_boxes, fetch
+from recipes.casts.boxes_gluon import STORE_COLUMNS, in_eight
 from recipes.casts.cast_float8_block_triton import block_scale
 from recipes.casts.cast_nvfp4_triton import place_of
+from recipes.casts.float8_elements_triton import float8_words
 from recipes.casts.float8_tiles_gluon import (
     codes_of_columns,
-    codes_of_rows,
+    empty_factors,
     in_thirty_two,
     larger_magnitude,
     largest_of,
+    load_factors,
     store_sixteen,
 )
 from recipes.triton.barriers_gluon import barrier, invalidate
@@ -33,26 +35,25 @@ _ROWS, _WIDTH = gl.constexpr(128), gl.constexpr(128)
 def write_rows(
     words, row, codes_ptr, scale_ptr, first, first_column, height, T, WIDTH, FORM: gl.constexpr, RULE: gl.constexpr
 ):  # fmt: skip
-    """Rowwise codes and scales of words [64, 32], 32 rows from this one of the tile on; whole blocks of columns."""
+    """Rowwise codes and scales of words [128, 32], 64 rows from this one of the tile on, of the first 64 columns and of
+    the others; whole blocks of columns."""
     layout: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4]], [[0, 8], [0, 16], [1, 0], [2, 0], [16, 0]], [[4, 0], [8, 0], [32, 0]], [], [64, 32]
-    )
-    xs = in_eight(words.load(layout).reshape([64, 4, 8]))
+        [[0, 1], [0, 2], [0, 4], [32, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [64, 0]], [[4, 0], [8, 0], [16, 0]], [],
+        [128, 32],
+    )  # fmt: skip
+    xs = in_eight(words.load(layout).reshape([128, 4, 8]))
     of_codes: gl.constexpr = xs[0].type.layout
-    peak = larger_magnitude(largest_of(xs)).reshape([2, 2, 16, 4])
-    peak = gl.max(gl.max(peak, axis=3), axis=1)
+    peak = larger_magnitude(largest_of(xs)).reshape([2, 64, 4])
+    peak = gl.max(gl.max(peak, axis=2), axis=0)
     scale, inverse = block_scale(peak, RULE[1], FORM, RULE[0], RULE[2])
-    of_rows: gl.constexpr = peak.type.layout
-    box = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, of_rows)), 1)
-    lane = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, of_rows)), 0)
-    at = row + 16 * box + lane
+    at = row + gl.arange(0, 64, peak.type.layout)
     gl.store(scale_ptr + ((first_column // _WIDTH).to(gl.int64) * T + first + at), inverse, mask=at < height)
-    scale = gl.expand_dims(gl.expand_dims(scale, 1), 3).broadcast_to([2, 2, 16, 4]).reshape([64, 4])
+    scale = gl.expand_dims(gl.expand_dims(scale, 0), 2).broadcast_to([2, 64, 4]).reshape([128, 4])
     codes = codes_of_columns(xs, gl.convert_layout(scale, of_codes), FORM)
-    lane = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, of_codes)), 1)
+    lane = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(1, of_codes)), 1)
     sixteen = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, of_codes)), 0)
-    at = row + lane // 32 * 16 + lane % 16
-    column = first_column + lane // 16 % 2 * 64 + sixteen * 16
+    at = row + lane % 64
+    column = first_column + lane // 64 * 64 + sixteen * 16
     store_sixteen(codes_ptr + ((first + at) * (WIDTH // 4) + column // 4), codes, at < height)
 
 
@@ -60,36 +61,56 @@ def write_rows(
 def write_columns(
     words, codes_ptr, scale_ptr, first_column, tile, blocks, WIDTH, FORM: gl.constexpr, RULE: gl.constexpr
 ):  # fmt: skip
-    """Columnwise codes and scales of words [256, 32], 16 rows of the first 64 columns, of the others, and so on."""
+    """Columnwise codes and scales of words [256, 32], 64 rows of the first 64 columns, of the others, and 64 more of
+    both. codes_ptr: of int64"""
     layout: gl.constexpr = gl.DistributedLinearLayout(
-        [[1, 0], [2, 0], [4, 0], [8, 0], [32, 0]], [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]],
-        [[16, 0], [64, 0], [128, 0]], [], [256, 32],
+        [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]], [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]],
+        [[32, 0], [64, 0], [128, 0]], [], [256, 32],
     )  # fmt: skip
-    x = words.load(layout).reshape([4, 2, 2, 16, 32]).permute([0, 2, 4, 1, 3]).reshape([8, 32, 32])
+    x = words.load(layout).reshape([8, 32, 32]).permute([0, 2, 1])
     xs = in_thirty_two(x)
     of_pairs: gl.constexpr = xs[0].type.layout
     peaks = unpack_pairs(largest_of(xs) & 0x7FFF7FFF)
     eighth = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, of_pairs)), 1)
     pair = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, of_pairs)), 0)
-    column = first_column + eighth % 2 * 64 + 2 * pair
+    column = first_column + eighth // 2 % 2 * 64 + 2 * pair
+    row = eighth // 4 * 64 + eighth % 2 * 32
     odd = (pair + 0 * eighth) % 2
     is_there = ((tile < blocks) & (column >= 0)).to(gl.int32)
     stride = blocks * (_ROWS // 8)
     for second in gl.static_range(2):
-        peak = gl.max(peaks[second].reshape([4, 2, 32]), axis=0)
+        peak = gl.max(gl.max(peaks[second].reshape([2, 2, 2, 32]), axis=2), axis=0)
         scale, inverse = block_scale(peak, RULE[1], FORM, RULE[0], RULE[2])
         at = gl.expand_dims(64 * gl.arange(0, 2, gl.SliceLayout(1, peak.type.layout)), 1)
         at += gl.expand_dims(2 * gl.arange(0, 32, gl.SliceLayout(0, peak.type.layout)), 0) + (first_column + second)
         gl.store(scale_ptr + (tile.to(gl.int64) * WIDTH + at), inverse, mask=(tile < blocks) & (at >= 0))
-        scale = gl.expand_dims(scale, 0).broadcast_to([4, 2, 32]).reshape([8, 32])
-        codes = codes_of_rows(xs, second, gl.convert_layout(scale, of_pairs), FORM)
-        own = (column + second).to(gl.int64) * stride + tile * (_ROWS // 8) + 4 * (eighth // 2)
+        scale = gl.expand_dims(gl.expand_dims(scale, 0), 2).broadcast_to([2, 2, 2, 32]).reshape([8, 32])
+        codes = _codes_of_rows(xs, second, gl.convert_layout(scale, of_pairs), FORM)
+        own = (column + second).to(gl.int64) * stride + tile * (_ROWS // 8) + row // 8
         own = codes_ptr + (own + odd * (2 - 2 * stride))
         gl.inline_asm_elementwise(
             STORE_COLUMNS, "=r,l,r,l,l,l,l,l,r",
             [own.to(gl.int64), odd, codes[0], codes[1], codes[2], codes[3], (own + 2 * stride).to(gl.int64), is_there],
             dtype=gl.int32, is_pure=False, pack=1,
         )  # fmt: skip
+
+
+@gluon.jit
+def _codes_of_rows(xs, SECOND: gl.constexpr, scale, FORM: gl.constexpr):
+    """Codes of 32 words of two columns, of their first numbers or of the second ones: four words of eight rows."""
+    result = ()
+    for k in gl.static_range(4):
+        low = float8_words(
+            unpack_pairs(xs[8 * k])[SECOND] * scale, unpack_pairs(xs[8 * k + 1])[SECOND] * scale,
+            unpack_pairs(xs[8 * k + 2])[SECOND] * scale, unpack_pairs(xs[8 * k + 3])[SECOND] * scale, FORM, True,
+        )  # fmt: skip
+        high = float8_words(
+            unpack_pairs(xs[8 * k + 4])[SECOND] * scale, unpack_pairs(xs[8 * k + 5])[SECOND] * scale,
+            unpack_pairs(xs[8 * k + 6])[SECOND] * scale, unpack_pairs(xs[8 * k + 7])[SECOND] * scale, FORM, True,
+        )  # fmt: skip
+        both = low.to(gl.int64) | (high.to(gl.int64) << 32)
+        result = result + (both,)  # type: ignore[assignment]  # noqa: RUF005
+    return result
 
 
 @gluon.jit(do_not_specialize=["num_groups"])
@@ -99,8 +120,8 @@ def dactivation_blocks_gluon_kernel(
     STEPS: gl.constexpr, BACKWARDS: gl.constexpr, CONSTANTS: gl.constexpr, SOURCE: gl.constexpr,
     FORM: gl.constexpr, RULE: gl.constexpr, Y_FORM: gl.constexpr, Y_RULE: gl.constexpr,
 ):  # fmt: skip
-    """dact, h, dh_ptr, dscales_ptr: as in `dactivation_gluon_kernel`. Codes that are not made are None; rowwise ones
-    are of words, columnwise ones of int64. RULE: whether scales are powers of two, the least amax, largest scale."""
+    """dact, h, dh_ptr, dscales_ptr: as in `dactivation_gluon_kernel`. Codes are of words, or None where they are not
+    made. RULE: whether scales are powers of two, the least amax, largest scale."""
     W: gl.constexpr = gl.num_warps()
     column_blocks = COLUMNS // _WIDTH
     first_column = gl.program_id(0) % column_blocks * _WIDTH
@@ -110,43 +131,43 @@ def dactivation_blocks_gluon_kernel(
     first = gl.cast(first, gl.int64)
     height = gl.maximum(gl.minimum(left, _ROWS), 0)
     active = group < num_groups
-    boxes, ready = empty_boxes(8)
-    fetch(h, dact, boxes, ready, first, first_column, height, COLUMNS, 8)
-    parts = boxes._reinterpret(gl.uint32, [24, 32, 32], WORDS_LAYOUT)
+    boxes, ready = empty_boxes(4)
+    fetch(h, dact, boxes, ready, first, first_column, height, COLUMNS, 4)
+    parts = as_words(boxes, 8, 32)
     of_words: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [W, 1], [1, 0])
-    lane = gl.arange(0, 32, gl.SliceLayout(1, of_words))
-    pair = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, of_words)), 0)
-    for i in range(8):  # 16 rows at a time
-        if height > 16 * i:
-            mbarrier.wait(ready.index(i), 0)
+    factors = empty_factors(scales_ptr, 4, 32)
+    load_factors(factors, scales_ptr, first, height)
+    for j in range(8):  # 32 rows of 64 columns at a time
+        part = j // 4 * 2 + j % 2
+        if height > 32 * part:
+            mbarrier.wait(ready.index(j // 2), 0)
             compute(
-                parts, i, 8, 16 * i + lane % 16, gl.expand_dims(lane // 16 * 64, 1) + 2 * pair, lane // 16, height,
-                _WIDTH, active, True, first, first_column, T, COLUMNS, scales_ptr, dscales_ptr, dh_ptr,
-                act_codes_ptr is not None, STEPS, BACKWARDS, CONSTANTS,
+                parts, j, part, j // 2 % 2, height, _WIDTH, active, True, first, first_column, T, COLUMNS, factors,
+                dscales_ptr, dh_ptr, act_codes_ptr is not None, STEPS, BACKWARDS, CONSTANTS,
             )  # fmt: skip
         else:
-            nothing = gl.full([32, 32], 0, gl.uint32, of_words)
-            parts.index(i).store(nothing)
-            parts.index(8 + i).store(nothing)
-            parts.index(16 + i).store(nothing)
+            for operand in gl.static_range(3):
+                parts[operand].index(j).store(gl.full([32, 32], 0, gl.uint32, of_words))
     barrier()
-    regions = boxes._reinterpret(gl.uint32, [3, 256, 32], WORDS_LAYOUT)
+    regions = as_words(boxes, 1, 256)
     if act_codes_ptr is not None:
         write_columns(
-            regions.index(2), act_codes_ptr, act_scale_ptr, first_column, tile, blocks, COLUMNS, Y_FORM, Y_RULE
-        )
-    rows = boxes._reinterpret(gl.uint32, [12, 64, 32], WORDS_LAYOUT)
+            regions[2].index(0), act_codes_ptr.to(gl.pointer_type(gl.int64)), act_scale_ptr, first_column, tile, blocks,
+            COLUMNS, Y_FORM, Y_RULE,
+        )  # fmt: skip
+    halves = as_words(boxes, 2, 128)
     for part in gl.static_range(2):
         at = part * COLUMNS + first_column
         if row_codes_ptr is not None:
-            for i in range(4):
-                if height > 32 * i:
+            for i in range(2):
+                if height > 64 * i:
                     write_rows(
-                        rows.index(4 * part + i), 32 * i, row_codes_ptr, row_scale_ptr, first, at, height, T,
-                        2 * COLUMNS, FORM, RULE,
+                        halves[part].index(i), 64 * i, row_codes_ptr, row_scale_ptr, first, at, height, T, 2 * COLUMNS,
+                        FORM, RULE,
                     )  # fmt: skip
         if column_codes_ptr is not None:
             write_columns(
-                regions.index(part), column_codes_ptr, column_scale_ptr, at, tile, blocks, 2 * COLUMNS, FORM, RULE
-            )
+                regions[part].index(0), column_codes_ptr.to(gl.pointer_type(gl.int64)), column_scale_ptr, at, tile,
+                blocks, 2 * COLUMNS, FORM, RULE,
+            )  # fmt: skip
     invalidate(ready)

@@ -52,6 +52,7 @@ if why_no_gluon((9, 0)) is None:
 
 # Four programs share a multiprocessor: 48 KB of shared memory and 16384 registers each.
 TILE = MeetingTile(block_m=64, block_k=128, num_warps=4, registers=128)
+BOX = (64, 64)  # rows and columns that the copy engine brings at once
 BLOCK = 128  # values that have one scale, and the rows and columns of a program that quantizes them, of eight warps
 SHARE = 64  # columns of act whose part of dscales is one sum
 
@@ -136,7 +137,8 @@ def dactivation_cast(
     dh = torch.empty_like(h) if need_dh else None
     shares = dact.new_empty((cdiv(columns, SHARE), rows), dtype=torch.float32) if need_dscales else None
     scales = None if scales is None else scales.contiguous()
-    tensors = boxes_of(dact), boxes_of(h), scales, shares, None if dh is None else dh.view(torch.int32)
+    boxes = (boxes_of(x, *BOX) for x in (dact, h))
+    tensors = *boxes, scales, shares, None if dh is None else dh.view(torch.int32)
     constants = cast_constants(cast, dact) | cast_constants(act_cast, dact, "Y_") | _functions(step, h.dtype)
     if _of_vectors(cast.spec):
         _launch_vectors(dact, h, tensors, cast, act_cast, constants)
@@ -212,11 +214,11 @@ def _functions(step: Step, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _codes_and_scales(cast: Cast | None) -> tuple[Tensor | None, ...]:
-    """Rowwise codes as words of four, columnwise ones as those of eight."""
+    """Codes as words of four."""
     if cast is None:
         return None, None, None, None
     row, column = cast.row_codes, cast.column_codes
     return (
         None if row is None else row.view(torch.int32), cast.row_scales,
-        None if column is None else column.view(torch.int64), cast.column_scales,
+        None if column is None else column.view(torch.int32), cast.column_scales,
     )  # fmt: skip

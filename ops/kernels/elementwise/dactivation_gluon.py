@@ -3,7 +3,7 @@
     dh = d f(h) (dact * scales)            act = f(h) * scales            dscales[t] = sum_j dact[t, j] f(h)[t, j]
 
 A program has 64 rows of one group and 128 columns of act, which are two times 128 of h: gate and linear part. All that
-it reads comes to shared memory at once, by the copy engine, 16 rows a barrier:
+it reads comes to shared memory at once, by the copy engine:
 
     a, b, dact -> registers, 16 rows after the other -> the two parts of dh and act, rounded, where a, b and dact were
                   act -> columnwise codes
@@ -25,14 +25,16 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from recipes.casts.boxes_gluon import BOX_LAYOUT, WORDS_LAYOUT
 from recipes.casts.cast_float8_triton import scale_of_amax
 from recipes.casts.float8_tiles_gluon import (
+    empty_factors,
     larger_pair,
     largest,
+    load_factors,
     scale_of,
     share_of_group,
     store_inverses,
     tile_of_rows,
+    write_codes,
     write_columns,
-    write_rows,
 )
 from recipes.triton.barriers_gluon import barrier, invalidate
 from recipes.triton.meeting import amax_of_all, arrive, meeting_of, raise_amax_at
@@ -43,53 +45,67 @@ _ROWS, _WIDTH = gl.constexpr(64), gl.constexpr(128)
 
 @gluon.jit
 def empty_boxes(COUNT: gl.constexpr):
-    """Memory of boxes of 16 rows of the two parts of h and of dact, COUNT of each; and for each 16 rows a barrier."""
-    boxes = gl.allocate_shared_memory(gl.bfloat16, [3 * COUNT, 16, _WIDTH], BOX_LAYOUT)
+    """Memory of boxes of 64 rows and columns of the two parts of h and of dact, COUNT of each; and as many barriers.
+
+    Three allocations, since the compiler waits for all threads between two writes to one.
+    """
+    a = gl.allocate_shared_memory(gl.bfloat16, [COUNT, 64, 64], BOX_LAYOUT)
+    b = gl.allocate_shared_memory(gl.bfloat16, [COUNT, 64, 64], BOX_LAYOUT)
+    d = gl.allocate_shared_memory(gl.bfloat16, [COUNT, 64, 64], BOX_LAYOUT)
     ready = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(ready.index(i), count=1)
-    return boxes, ready
+    return (a, b, d), ready
 
 
 @gluon.jit
 def fetch(h, dact, boxes, ready, first, first_column, height, COLUMNS, COUNT: gl.constexpr):
-    """The boxes that have one of a tile's `height` rows are on their way. No thread reads them, and what threads wrote
-    to them is done."""
+    """The boxes that have one of a tile's `height` rows are on their way: of 64 rows the first 64 columns, then the
+    others. No thread reads them, and what threads wrote to them is done."""
+    a, b, d = boxes
     fence_async_shared()
     barrier()
-    row = first.to(gl.int32)
     for i in gl.static_range(COUNT):
-        has_some = height > 16 * i
-        mbarrier.expect(ready.index(i), 3 * 16 * _WIDTH * 2, pred=has_some)
-        tma.async_copy_global_to_shared(h, [row + 16 * i, first_column], ready.index(i), boxes.index(i), pred=has_some)
-        tma.async_copy_global_to_shared(
-            h, [row + 16 * i, COLUMNS + first_column], ready.index(i), boxes.index(COUNT + i), pred=has_some
-        )  # fmt: skip
-        tma.async_copy_global_to_shared(
-            dact, [row + 16 * i, first_column], ready.index(i), boxes.index(2 * COUNT + i), pred=has_some
-        )  # fmt: skip
+        has_some = height > i // 2 * 64
+        row, column = first.to(gl.int32) + i // 2 * 64, first_column + i % 2 * 64
+        mbarrier.expect(ready.index(i), 3 * 64 * 64 * 2, pred=has_some)
+        tma.async_copy_global_to_shared(h, [row, column], ready.index(i), a.index(i), pred=has_some)
+        tma.async_copy_global_to_shared(h, [row, COLUMNS + column], ready.index(i), b.index(i), pred=has_some)
+        tma.async_copy_global_to_shared(dact, [row, column], ready.index(i), d.index(i), pred=has_some)
+
+
+@gluon.jit
+def as_words(boxes, COUNT: gl.constexpr, ROWS: gl.constexpr):
+    """The three as COUNT parts each of ROWS rows of words of two numbers."""
+    return (
+        boxes[0]._reinterpret(gl.uint32, [COUNT, ROWS, 32], WORDS_LAYOUT),
+        boxes[1]._reinterpret(gl.uint32, [COUNT, ROWS, 32], WORDS_LAYOUT),
+        boxes[2]._reinterpret(gl.uint32, [COUNT, ROWS, 32], WORDS_LAYOUT),
+    )
 
 
 @gluon.jit
 def compute(
-    parts, at, COUNT: gl.constexpr, rows, column, sixty_four, height, columns, active, is_new, first, first_column,
-    T, COLUMNS, scales_ptr, dscales_ptr, dh_ptr, NEEDS_ACT: gl.constexpr,
+    parts, at, part, sixty_four, height, columns, active, is_new, first, first_column, T, COLUMNS, factors, dscales_ptr,
+    dh_ptr, NEEDS_ACT: gl.constexpr,
     STEPS: gl.constexpr, BACKWARDS: gl.constexpr, CONSTANTS: gl.constexpr,
 ):  # fmt: skip
     """The two parts of dh and act, in words of two columns, 0 where no group's rows are: in place of the parts of h and
-    of dact, which are number `at` of each COUNT in shared memory, and returned. dscales and dh are stored if is_new.
+    of dact, which are number `at` in shared memory, and returned. dscales and dh are stored if is_new.
 
-    rows [R]: which of the tile, of which the first `height` are there; column [1 or R, 32]: which of its columns the
-    words begin with; sixty_four: which 64 of the tile's columns they are of, or [R]
+    A part has R of the tile's rows, of which the first `height` are there, and 64 columns; part, sixty_four: which.
+    factors: of the tile's rows, in shared memory [n, R], or None
     """
     A: gl.constexpr = CONSTANTS[0]
     B: gl.constexpr = CONSTANTS[1]
     C: gl.constexpr = CONSTANTS[2]
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
+    rows = part * parts[0].shape[1] + gl.arange(0, parts[0].shape[1], gl.SliceLayout(1, layout))
+    column = 64 * sixty_four + 2 * gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, layout)), 0)
     inside = gl.expand_dims(rows < height, 1) & (column < columns)
-    a0, a1 = unpack_pairs(parts.index(at).load(layout))
-    b0, b1 = unpack_pairs(parts.index(COUNT + at).load(layout))
-    d0, d1 = unpack_pairs(parts.index(2 * COUNT + at).load(layout))
+    a0, a1 = unpack_pairs(parts[0].index(at).load(layout))
+    b0, b1 = unpack_pairs(parts[1].index(at).load(layout))
+    d0, d1 = unpack_pairs(parts[2].index(at).load(layout))
     counts = inside & active
     y = gl.full(counts.shape, 0, gl.uint32, layout)
     if NEEDS_ACT or dscales_ptr is not None:
@@ -99,9 +115,8 @@ def compute(
             block = gl.cast(first_column // 64 + sixty_four, gl.int64) * T
             stored = (rows < height) & (columns > 64 * sixty_four) & is_new
             gl.store(dscales_ptr + (block + first + rows), share, mask=stored)
-    if scales_ptr is not None:
-        scale = gl.load(scales_ptr + first + rows, mask=rows < height, other=0).to(gl.float32)
-        scale = gl.expand_dims(scale, 1)
+    if factors is not None:
+        scale = gl.expand_dims(factors.index(part).load(gl.SliceLayout(1, layout)), 1)
         d0 *= scale
         d1 *= scale
         if NEEDS_ACT:
@@ -109,7 +124,7 @@ def compute(
             y1 *= scale
     if NEEDS_ACT:
         y = gl.where(counts, bfloat16_pairs(y0, y1), 0)
-        parts.index(2 * COUNT + at).store(y)
+        parts[2].index(at).store(y)
     da0, db0 = BACKWARDS[0](d0, a0, b0, A, B, C)
     da1, db1 = BACKWARDS[0](d1, a1, b1, A, B, C)
     da = bfloat16_pairs(da0, da1)
@@ -119,8 +134,8 @@ def compute(
         gl.store(there, da.to(gl.int32, bitcast=True), mask=inside & is_new)
         gl.store(there + COLUMNS // 2, db.to(gl.int32, bitcast=True), mask=inside & is_new)
     da, db = gl.where(counts, da, 0), gl.where(counts, db, 0)
-    parts.index(at).store(da)
-    parts.index(COUNT + at).store(db)
+    parts[0].index(at).store(da)
+    parts[1].index(at).store(db)
     return da, db, y
 
 
@@ -131,12 +146,18 @@ def dactivation_gluon_kernel(
     CAST: gl.constexpr, FORM: gl.constexpr, RULE: gl.constexpr,
     Y_CAST: gl.constexpr, Y_FORM: gl.constexpr, Y_RULE: gl.constexpr,
 ):  # fmt: skip
-    """dact, h: descriptors of boxes of 16 rows and 128 columns. codes, act_codes, CAST and so on: as in `chain_triton`,
+    """dact, h: descriptors of boxes of 64 rows and columns. codes, act_codes, CAST and so on: as in `chain_triton`,
     "given", "known" or "meeting"; act's are columnwise ones. dh_ptr: None, or of words of two numbers. dscales_ptr:
     rows for 64 columns of act each. programs, LOG2_ROWS: as in `share_of_group`; without meetings one tile a program.
     """
     row_codes_ptr, scale_inv_ptr, column_codes_ptr, _, source_ptr, amax_ptr, offsets_ptr, aligned_ptr = codes
     _, act_scale_inv_ptr, act_codes_ptr, _, act_source_ptr, act_amax_ptr, _, act_aligned_ptr = act_codes
+    if row_codes_ptr is not None:
+        row_codes_ptr = row_codes_ptr.to(gl.pointer_type(gl.int32))
+    if column_codes_ptr is not None:
+        column_codes_ptr = column_codes_ptr.to(gl.pointer_type(gl.int32))
+    if act_codes_ptr is not None:
+        act_codes_ptr = act_codes_ptr.to(gl.pointer_type(gl.int32))
     W: gl.constexpr = gl.num_warps()
     column_blocks = gl.cdiv(COLUMNS, _WIDTH)
     if gl.program_id(0) == 0:
@@ -150,13 +171,11 @@ def dactivation_gluon_kernel(
     active = group < num_groups
     tiles = gl.cdiv(gl.maximum(size, padded), _ROWS) * column_blocks
     if worker < gl.minimum(workers, tiles):
-        boxes, ready = empty_boxes(4)
-        parts = boxes._reinterpret(gl.uint32, [24, 16, 32], WORDS_LAYOUT)
-        words = boxes._reinterpret(gl.uint32, [12, 32, 32], WORDS_LAYOUT)
-        regions = boxes._reinterpret(gl.uint32, [3, 128, 32], WORDS_LAYOUT)
+        boxes, ready = empty_boxes(2)
+        parts = as_words(boxes, 8, 16)
+        factors = empty_factors(scales_ptr, 4, 16)
+        regions = as_words(boxes, 1, 128)
         of_words: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [W, 1], [1, 0])
-        lane = gl.arange(0, 16, gl.SliceLayout(1, of_words))
-        pair = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, of_words)), 0)
         peak = gl.full([16, 32], 0, gl.uint32, of_words)
         act_peak = peak
         dh_scale = 1.0
@@ -173,17 +192,22 @@ def dactivation_gluon_kernel(
             height = gl.maximum(gl.minimum(size - row, _ROWS), 0)
             left = gl.maximum(gl.minimum(padded - row, _ROWS), 0)
             at = (place + row).to(gl.int64)
-            fetch(h, dact, boxes, ready, first, first_column, _ROWS, COLUMNS, 4)  # whole, so that phases alternate
-            for j in range(8):  # 16 rows of 64 columns at a time
-                mbarrier.wait(ready.index(j // 2), step % 2)
-                da, db, y = compute(
-                    parts, j, 8, j // 2 * 16 + lane, j % 2 * 64 + 2 * pair, j % 2, height, columns, active, is_new,
-                    first, first_column, T, COLUMNS, scales_ptr, dscales_ptr, dh_ptr, act_codes_ptr is not None,
-                    STEPS, BACKWARDS, CONSTANTS,
-                )  # fmt: skip
-                peak = larger_pair(peak, larger_pair(da, db))
-                if act_codes_ptr is not None:
-                    act_peak = larger_pair(act_peak, y)
+            fetch(h, dact, boxes, ready, first, first_column, _ROWS, COLUMNS, 2)  # whole, so that phases alternate
+            load_factors(factors, scales_ptr, first, height)
+            if CAST != "meeting":
+                dh_scale = scale_of(source_ptr, group, active, CAST, FORM, RULE)
+            for half in range(2):
+                mbarrier.wait(ready.index(half), step % 2)
+                for i in range(4):  # 16 rows of 64 columns at a time
+                    da, db, y = compute(
+                        parts, 4 * half + i, i, half, height, columns, active, is_new, first, first_column, T, COLUMNS,
+                        factors, dscales_ptr, dh_ptr, act_codes_ptr is not None, STEPS, BACKWARDS, CONSTANTS,
+                    )  # fmt: skip
+                    peak = larger_pair(peak, larger_pair(da, db))
+                    if act_codes_ptr is not None:
+                        act_peak = larger_pair(act_peak, y)
+            if act_codes_ptr is not None:
+                act_scale = scale_of(act_source_ptr, group, active, Y_CAST, Y_FORM, Y_RULE)
             barrier()
             has_all = active & (step == further)
             if has_all:
@@ -196,32 +220,21 @@ def dactivation_gluon_kernel(
                     if act_amax_ptr is not None:
                         raise_amax_at(act_amax_ptr + group, largest(act_peak), None)
                 if is_new:
-                    act_scale = scale_of(act_source_ptr, group, active, Y_CAST, Y_FORM, Y_RULE)
                     write_columns(
-                        regions.index(2), act_scale, act_codes_ptr.to(gl.pointer_type(gl.int64)), first_column, columns,
-                        at, left, places, Y_FORM,
+                        regions[2].index(0), act_scale, act_codes_ptr, first_column, columns, at, left, places, Y_FORM
                     )  # fmt: skip
-            if CAST != "meeting":
-                dh_scale = scale_of(source_ptr, group, active, CAST, FORM, RULE)
-            elif has_all:
-                amax = amax_of_all(meeting_of(source_ptr, group), gl.minimum(workers, tiles))
-                dh_scale = scale_of_amax(amax, RULE[1], FORM, RULE[0])
-                gl.store(scale_inv_ptr + group, gl.div_rn(1.0, dh_scale), mask=worker == 0)
+            if CAST == "meeting":
+                if has_all:
+                    amax = amax_of_all(meeting_of(source_ptr, group), gl.minimum(workers, tiles))
+                    dh_scale = scale_of_amax(amax, RULE[1], FORM, RULE[0])
+                    gl.store(scale_inv_ptr + group, gl.div_rn(1.0, dh_scale), mask=worker == 0)
             if step >= further:
                 for part in gl.static_range(2):
-                    if row_codes_ptr is not None:
-                        for i in range(4):
-                            if height > 16 * i:
-                                write_rows(
-                                    words.index(4 * part + i), dh_scale, row_codes_ptr.to(gl.pointer_type(gl.int32)),
-                                    first + 16 * i, part * COLUMNS + first_column, columns, height - 16 * i,
-                                    2 * COLUMNS, FORM,
-                                )  # fmt: skip
-                    if column_codes_ptr is not None:
-                        write_columns(
-                            regions.index(part), dh_scale, column_codes_ptr.to(gl.pointer_type(gl.int64)),
-                            part * COLUMNS + first_column, columns, at, left, places, FORM,
-                        )  # fmt: skip
+                    column = part * COLUMNS + first_column
+                    write_codes(
+                        regions[part].index(0), dh_scale, row_codes_ptr, first, height, 2 * COLUMNS, column_codes_ptr,
+                        0, at, left, places, column, columns, FORM,
+                    )  # fmt: skip
         invalidate(ready)
 
 

@@ -12,11 +12,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ops.kernels.elementwise.dactivation_gluon import compute, empty_boxes, fetch
-from recipes.casts.boxes_gluon import WORDS_LAYOUT
+from ops.kernels.elementwise.dactivation_gluon import as_words, compute, empty_boxes, fetch
 from recipes.casts.float8_tiles_gluon import (
+    empty_factors,
     larger_pair,
     largest_group,
+    load_factors,
     tile_of_rows,
     write_columns,
     write_rows,
@@ -44,8 +45,8 @@ def dactivation_vectors_gluon_kernel(
     STEPS: gl.constexpr, BACKWARDS: gl.constexpr, CONSTANTS: gl.constexpr, SOURCE: gl.constexpr,
     FORM: gl.constexpr, RULE: gl.constexpr, Y_FORM: gl.constexpr, Y_RULE: gl.constexpr,
 ):  # fmt: skip
-    """dact, h, dh_ptr, dscales_ptr: as in `dactivation_gluon_kernel`. Codes that are not made are None; rowwise ones
-    are of words, columnwise ones of int64. Amaxes [T], [G, 2 COLUMNS] and [G, COLUMNS] are 0, but of groups with more
+    """dact, h, dh_ptr, dscales_ptr: as in `dactivation_gluon_kernel`. Codes are of words, or None where they are not
+    made. Amaxes [T], [G, 2 COLUMNS] and [G, COLUMNS] are 0, but of groups with more
     than `most` rows, which do not meet, known."""
     column_blocks = gl.cdiv(COLUMNS, _WIDTH)
     first_column = gl.program_id(0) % column_blocks * _WIDTH
@@ -59,39 +60,37 @@ def dactivation_vectors_gluon_kernel(
     )
     active = group < num_groups
     if (height > 0) | (left > 0):
-        boxes, ready = empty_boxes(4)
-        fetch(h, dact, boxes, ready, first, first_column, height, COLUMNS, 4)
+        boxes, ready = empty_boxes(2)
+        fetch(h, dact, boxes, ready, first, first_column, height, COLUMNS, 2)
         meets = active & (height > 0) & (size <= most)
-        parts = boxes._reinterpret(gl.uint32, [24, 16, 32], WORDS_LAYOUT)
+        parts = as_words(boxes, 8, 16)
         of_words: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
         lane = gl.arange(0, 16, gl.SliceLayout(1, of_words))
-        pair = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, of_words)), 0)
+        factors = empty_factors(scales_ptr, 4, 16)
+        load_factors(factors, scales_ptr, first, height)
         for j in range(8):  # 16 rows of 64 columns at a time
-            if height > j // 2 * 16:
-                mbarrier.wait(ready.index(j // 2), 0)
-                rows = j // 2 * 16 + lane
+            rows = j % 4 * 16 + lane
+            if height > j % 4 * 16:
+                mbarrier.wait(ready.index(j // 4), 0)
                 da, db, _ = compute(
-                    parts, j, 8, rows, j % 2 * 64 + 2 * pair, j % 2, height, columns, active, True, first, first_column,
-                    T, COLUMNS, scales_ptr, dscales_ptr, dh_ptr, act_codes_ptr is not None,
-                    STEPS, BACKWARDS, CONSTANTS,
+                    parts, j, j % 4, j // 4, height, columns, active, True, first, first_column, T, COLUMNS, factors,
+                    dscales_ptr, dh_ptr, act_codes_ptr is not None, STEPS, BACKWARDS, CONSTANTS,
                 )  # fmt: skip
                 if row_codes_ptr is not None:
                     raise_amaxes_of_rows(row_amax_ptr + first, larger_pair(da, db), rows, meets & (rows < height))
             else:
-                nothing = gl.full([16, 32], 0, gl.uint32, of_words)
-                parts.index(j).store(nothing)
-                parts.index(8 + j).store(nothing)
-                parts.index(16 + j).store(nothing)
+                for operand in gl.static_range(3):
+                    parts[operand].index(j).store(gl.full([16, 32], 0, gl.uint32, of_words))
         barrier()
-        regions = boxes._reinterpret(gl.uint32, [3, 128, 32], WORDS_LAYOUT)
+        regions = as_words(boxes, 1, 128)
         of_group = group.to(gl.int64) * COLUMNS + first_column
         of_dh = 2 * of_group - first_column
         if meets:
             for part in gl.static_range(2):
                 if column_codes_ptr is not None:
-                    raise_amaxes_of_columns(column_amax_ptr + (of_dh + part * COLUMNS), regions.index(part), columns)
+                    raise_amaxes_of_columns(column_amax_ptr + (of_dh + part * COLUMNS), regions[part].index(0), columns)
             if act_codes_ptr is not None:
-                raise_amaxes_of_columns(act_amax_ptr + of_group, regions.index(2), columns)
+                raise_amaxes_of_columns(act_amax_ptr + of_group, regions[2].index(0), columns)
             barrier()
             meet(meetings_ptr, group, size, column_blocks)
         first_of_group = active & (first == begin)
@@ -101,20 +100,17 @@ def dactivation_vectors_gluon_kernel(
                 Y_FORM, Y_RULE,
             )  # fmt: skip
             write_columns(
-                regions.index(2), act_scales, act_codes_ptr, first_column, columns, place, left, places, Y_FORM, True
+                regions[2].index(0), act_scales, act_codes_ptr, first_column, columns, place, left, places, Y_FORM, True
             )
         if row_codes_ptr is not None:
             row_scales = scales_of_rows(row_amax_ptr, row_scale_ptr, first, height, first_column == 0, FORM, RULE)
-        words = boxes._reinterpret(gl.uint32, [12, 32, 32], WORDS_LAYOUT)
         for part in gl.static_range(2):
             at = part * COLUMNS + first_column
             if row_codes_ptr is not None:
-                for i in range(4):
-                    if height > 16 * i:
-                        write_rows(
-                            words.index(4 * part + i), row_scales.index(i), row_codes_ptr, first + 16 * i, at, columns,
-                            height - 16 * i, 2 * COLUMNS, FORM, True,
-                        )  # fmt: skip
+                write_rows(
+                    regions[part].index(0), row_scales, row_codes_ptr, first, at, columns, height, 2 * COLUMNS, FORM,
+                    True,
+                )  # fmt: skip
             if column_codes_ptr is not None:
                 of_part = of_dh + part * COLUMNS
                 column_scales = scales_of_columns(
@@ -122,7 +118,16 @@ def dactivation_vectors_gluon_kernel(
                     first_of_group, FORM, RULE,
                 )  # fmt: skip
                 write_columns(
-                    regions.index(part), column_scales, column_codes_ptr, at, columns, place, left, places, FORM, True
+                    regions[part].index(0),
+                    column_scales,
+                    column_codes_ptr,
+                    at,
+                    columns,
+                    place,
+                    left,
+                    places,
+                    FORM,
+                    True,
                 )
         invalidate(ready)
 
