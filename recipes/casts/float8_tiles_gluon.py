@@ -169,19 +169,10 @@ def store_sixteen(at, codes, is_there):
 
 
 @gluon.jit
-def empty_factors(scales_ptr, PARTS: gl.constexpr, ROWS: gl.constexpr):
-    """Shared memory [PARTS, ROWS] for a tile's factors; None: it has none."""
-    if scales_ptr is None:
-        return None
-    else:
-        return gl.allocate_shared_memory(gl.float32, [PARTS, ROWS], PLAIN_LAYOUT)
-
-
-@gluon.jit
 def load_factors(factors, scales_ptr, first, height):
-    """Those of the rows from `first` on, of which `height` are there: at once, since each part of a tile that loaded
-    its own would wait for memory."""
-    if factors is not None:
+    """To shared memory [n, R] the factors of n R rows from `first` on, of which `height` are there; scales_ptr: theirs,
+    or None. At once, since each part of a tile that loaded its own would wait for memory."""
+    if scales_ptr is not None:
         ROWS: gl.constexpr = factors.shape[0] * factors.shape[1]
         row = gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         found = gl.load(scales_ptr + first + row, mask=row < height, other=0).to(gl.float32)

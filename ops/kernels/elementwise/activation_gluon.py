@@ -14,10 +14,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from recipes.casts.boxes_gluon import BOX_LAYOUT, WORDS_LAYOUT
+from recipes.casts.boxes_gluon import BOX_LAYOUT, PLAIN_LAYOUT, WORDS_LAYOUT
 from recipes.casts.cast_float8_triton import scale_of_amax
 from recipes.casts.float8_tiles_gluon import (
-    empty_factors,
     larger_pair,
     largest,
     load_factors,
@@ -48,10 +47,11 @@ def _fetch(h, gate, linear, ready, first, first_column, COLUMNS):
 
 @gluon.jit
 def _compute(
-    gates, linears, part, sixty_four, height, columns, factors, STEPS: gl.constexpr, CONSTANTS: gl.constexpr
+    gates, linears, part, sixty_four, height, columns, factors, SCALED: gl.constexpr, STEPS: gl.constexpr,
+    CONSTANTS: gl.constexpr,
 ):  # fmt: skip
-    """act in words of two columns, 0 where it is not, in place of the gate, and returned. part, sixty_four, factors: as
-    in `dactivation_gluon.compute`."""
+    """act in words of two columns, 0 where it is not, in place of the gate, and returned. part, sixty_four, factors,
+    SCALED: as in `dactivation_gluon.compute`."""
     A: gl.constexpr = CONSTANTS[0]
     B: gl.constexpr = CONSTANTS[1]
     C: gl.constexpr = CONSTANTS[2]
@@ -59,7 +59,7 @@ def _compute(
     a0, a1 = unpack_pairs(gates.load(layout))
     b0, b1 = unpack_pairs(linears.load(layout))
     y0, y1 = STEPS[0](a0, b0, A, B, C), STEPS[0](a1, b1, A, B, C)
-    if factors is not None:
+    if SCALED:
         scale = gl.expand_dims(factors.index(part).load(gl.SliceLayout(1, layout)), 1)
         y0 *= scale
         y1 *= scale
@@ -92,7 +92,7 @@ def activation_gluon_kernel(
         ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         for half in gl.static_range(2):
             mbarrier.init(ready.index(half), count=1)
-        factors = empty_factors(scales_ptr, 4, 16)
+        factors = gl.allocate_shared_memory(gl.float32, [4, 16], PLAIN_LAYOUT)
         gates = gate._reinterpret(gl.uint32, [8, 16, 32], WORDS_LAYOUT)
         linears = linear._reinterpret(gl.uint32, [8, 16, 32], WORDS_LAYOUT)
         act = gate._reinterpret(gl.uint32, [1, 128, 32], WORDS_LAYOUT).index(0)
@@ -113,7 +113,7 @@ def activation_gluon_kernel(
                 mbarrier.wait(ready.index(j // 4), step % 2)
                 y = _compute(
                     gates.index(j), linears.index(j), j % 4, j // 4, gl.where(active, height, 0), columns, factors,
-                    STEPS, CONSTANTS,
+                    scales_ptr is not None, STEPS, CONSTANTS,
                 )  # fmt: skip
                 peak = larger_pair(peak, y)
             barrier()

@@ -12,13 +12,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ops.kernels.elementwise.dactivation_gluon import as_words, compute, empty_boxes, fetch
-from recipes.casts.boxes_gluon import STORE_COLUMNS, in_eight
+from recipes.casts.boxes_gluon import PLAIN_LAYOUT, STORE_COLUMNS, in_eight
 from recipes.casts.cast_float8_block_triton import block_scale
 from recipes.casts.cast_nvfp4_triton import place_of
 from recipes.casts.float8_elements_triton import float8_words
 from recipes.casts.float8_tiles_gluon import (
     codes_of_columns,
-    empty_factors,
     in_thirty_two,
     larger_magnitude,
     largest_of,
@@ -135,7 +134,7 @@ def dactivation_blocks_gluon_kernel(
     fetch(h, dact, boxes, ready, first, first_column, height, COLUMNS, 4)
     parts = as_words(boxes, 8, 32)
     of_words: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [W, 1], [1, 0])
-    factors = empty_factors(scales_ptr, 4, 32)
+    factors = gl.allocate_shared_memory(gl.float32, [4, 32], PLAIN_LAYOUT)
     load_factors(factors, scales_ptr, first, height)
     for j in range(8):  # 32 rows of 64 columns at a time
         part = j // 4 * 2 + j % 2
@@ -143,7 +142,7 @@ def dactivation_blocks_gluon_kernel(
             mbarrier.wait(ready.index(j // 2), 0)
             compute(
                 parts, j, part, j // 2 % 2, height, _WIDTH, active, True, first, first_column, T, COLUMNS, factors,
-                dscales_ptr, dh_ptr, act_codes_ptr is not None, STEPS, BACKWARDS, CONSTANTS,
+                dscales_ptr, dh_ptr, scales_ptr is not None, act_codes_ptr is not None, STEPS, BACKWARDS, CONSTANTS,
             )  # fmt: skip
         else:
             for operand in gl.static_range(3):

@@ -22,10 +22,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from recipes.casts.boxes_gluon import BOX_LAYOUT, WORDS_LAYOUT
+from recipes.casts.boxes_gluon import BOX_LAYOUT, PLAIN_LAYOUT, WORDS_LAYOUT
 from recipes.casts.cast_float8_triton import scale_of_amax
 from recipes.casts.float8_tiles_gluon import (
-    empty_factors,
     larger_pair,
     largest,
     load_factors,
@@ -87,14 +86,14 @@ def as_words(boxes, COUNT: gl.constexpr, ROWS: gl.constexpr):
 @gluon.jit
 def compute(
     parts, at, part, sixty_four, height, columns, active, is_new, first, first_column, T, COLUMNS, factors, dscales_ptr,
-    dh_ptr, NEEDS_ACT: gl.constexpr,
+    dh_ptr, SCALED: gl.constexpr, NEEDS_ACT: gl.constexpr,
     STEPS: gl.constexpr, BACKWARDS: gl.constexpr, CONSTANTS: gl.constexpr,
 ):  # fmt: skip
     """The two parts of dh and act, in words of two columns, 0 where no group's rows are: in place of the parts of h and
     of dact, which are number `at` in shared memory, and returned. dscales and dh are stored if is_new.
 
     A part has R of the tile's rows, of which the first `height` are there, and 64 columns; part, sixty_four: which.
-    factors: of the tile's rows, in shared memory [n, R], or None
+    factors: of the tile's rows, in shared memory [n, R], if SCALED
     """
     A: gl.constexpr = CONSTANTS[0]
     B: gl.constexpr = CONSTANTS[1]
@@ -115,7 +114,7 @@ def compute(
             block = gl.cast(first_column // 64 + sixty_four, gl.int64) * T
             stored = (rows < height) & (columns > 64 * sixty_four) & is_new
             gl.store(dscales_ptr + (block + first + rows), share, mask=stored)
-    if factors is not None:
+    if SCALED:
         scale = gl.expand_dims(factors.index(part).load(gl.SliceLayout(1, layout)), 1)
         d0 *= scale
         d1 *= scale
@@ -173,7 +172,7 @@ def dactivation_gluon_kernel(
     if worker < gl.minimum(workers, tiles):
         boxes, ready = empty_boxes(2)
         parts = as_words(boxes, 8, 16)
-        factors = empty_factors(scales_ptr, 4, 16)
+        factors = gl.allocate_shared_memory(gl.float32, [4, 16], PLAIN_LAYOUT)
         regions = as_words(boxes, 1, 128)
         of_words: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [W, 1], [1, 0])
         peak = gl.full([16, 32], 0, gl.uint32, of_words)
@@ -201,7 +200,8 @@ def dactivation_gluon_kernel(
                 for i in range(4):  # 16 rows of 64 columns at a time
                     da, db, y = compute(
                         parts, 4 * half + i, i, half, height, columns, active, is_new, first, first_column, T, COLUMNS,
-                        factors, dscales_ptr, dh_ptr, act_codes_ptr is not None, STEPS, BACKWARDS, CONSTANTS,
+                        factors, dscales_ptr, dh_ptr, scales_ptr is not None, act_codes_ptr is not None,
+                        STEPS, BACKWARDS, CONSTANTS,
                     )  # fmt: skip
                     peak = larger_pair(peak, larger_pair(da, db))
                     if act_codes_ptr is not None:

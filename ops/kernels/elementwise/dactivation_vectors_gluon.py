@@ -13,8 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ops.kernels.elementwise.dactivation_gluon import as_words, compute, empty_boxes, fetch
+from recipes.casts.boxes_gluon import PLAIN_LAYOUT
 from recipes.casts.float8_tiles_gluon import (
-    empty_factors,
     larger_pair,
     largest_group,
     load_factors,
@@ -66,7 +66,7 @@ def dactivation_vectors_gluon_kernel(
         parts = as_words(boxes, 8, 16)
         of_words: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
         lane = gl.arange(0, 16, gl.SliceLayout(1, of_words))
-        factors = empty_factors(scales_ptr, 4, 16)
+        factors = gl.allocate_shared_memory(gl.float32, [4, 16], PLAIN_LAYOUT)
         load_factors(factors, scales_ptr, first, height)
         for j in range(8):  # 16 rows of 64 columns at a time
             rows = j % 4 * 16 + lane
@@ -74,7 +74,7 @@ def dactivation_vectors_gluon_kernel(
                 mbarrier.wait(ready.index(j // 4), 0)
                 da, db, _ = compute(
                     parts, j, j % 4, j // 4, height, columns, active, True, first, first_column, T, COLUMNS, factors,
-                    dscales_ptr, dh_ptr, act_codes_ptr is not None, STEPS, BACKWARDS, CONSTANTS,
+                    dscales_ptr, dh_ptr, scales_ptr is not None, act_codes_ptr is not None, STEPS, BACKWARDS, CONSTANTS,
                 )  # fmt: skip
                 if row_codes_ptr is not None:
                     raise_amaxes_of_rows(row_amax_ptr + first, larger_pair(da, db), rows, meets & (rows < height))
