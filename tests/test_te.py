@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fuser
 from fuser import autocast, ops, te
-from recipes import MixedScaling
+from recipes import E4M3, MixedScaling
+from recipes.mxfp8 import MXFP8Quantizer
 from recipes.tensors.quantized_parameter import QuantizedParameter
 from tests.reference import assert_same_bits
 
@@ -373,6 +374,28 @@ def test_recipes_by_transformer_engines_arguments():
     ):
         with pytest.raises(NotImplementedError):
             refused()
+
+
+def blocks_but_of_gradients(role):
+    return None if role == "grad_output" else MXFP8Quantizer(E4M3)
+
+
+def test_a_custom_recipe_by_transformer_engines_arguments():
+    found = te.recipe.CustomRecipe(qfactory=blocks_but_of_gradients, quantization_alignment=32)
+    assert found == fuser.recipes.CustomRecipe(blocks_but_of_gradients)
+    linear, x = te.Linear(64, 32, device="cpu", dtype=torch.bfloat16), torch.randn(32, 64, dtype=torch.bfloat16)
+    with te.autocast(recipe=found):
+        y = linear(x)
+    with te.autocast(recipe="mxfp8"):
+        assert torch.equal(y, linear(x))
+    with te.autocast(recipe="bf16"):
+        assert not torch.equal(y, linear(x))
+    overridden = te.recipe.CustomRecipe(blocks_but_of_gradients, backward_override="dequantized")
+    assert overridden == MixedScaling.forward_only(found, backward="dequantized")
+    with pytest.raises(ValueError, match="quantization_alignment"):
+        te.recipe.CustomRecipe(blocks_but_of_gradients, quantization_alignment=0)
+    with pytest.raises(NotImplementedError, match="fp8_dpa"):
+        te.recipe.CustomRecipe(blocks_but_of_gradients, fp8_dpa=True)
 
 
 def test_weights_are_held_quantized_by_transformer_engines_arguments():

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import recipes
+from recipes.arguments import positive_integers
 from recipes.mixed import MixedScaling
-from recipes.recipe import Recipe
+from recipes.recipe import Recipe, Role
 from recipes.tensors.formats import Format as Format
+from recipes.tensors.quantizer import Quantizer
 
 
 def DelayedScaling(
@@ -107,6 +109,27 @@ def NVFP4BlockScaling(
         four_over_six_bound=256 if nvfp4_4over6_e4m3_use_256 == "all" else 448,
     )  # fmt: skip
     return _overridden(recipe, backward_override)
+
+
+def CustomRecipe(
+    qfactory: Callable[[Role], Quantizer | None],
+    *,
+    quantization_alignment: int = 128,
+    fp8_dpa: bool = False,
+    fp8_mha: bool = False,
+    backward_override: str | None = None,
+) -> Recipe:
+    """Quantizers of one's own, from a function of the role, which equals "input", "weight" or "grad_output".
+
+    qfactory: returns a quantizer of this framework (`docs/quantizers.md`), or None for high precision
+    quantization_alignment: of no effect, since no rows are padded
+
+    Raises TypeError if qfactory is not callable, and in the first forward if it returns anything else, such as a
+    quantizer of TransformerEngine; ValueError for an alignment that is not positive.
+    """
+    _check_defaults(fp8_dpa=(fp8_dpa, False), fp8_mha=(fp8_mha, False))
+    positive_integers("CustomRecipe", quantization_alignment=quantization_alignment)
+    return _overridden(recipes.CustomRecipe(qfactory), backward_override)
 
 
 def _overridden(recipe: Recipe, backward: str | None) -> Recipe:
