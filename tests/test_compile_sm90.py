@@ -494,12 +494,17 @@ def launch_dactivations(dact: torch.Tensor, h: torch.Tensor, splits: Splits, fac
     for quantizer, (row, column) in product(quantizers, ((True, True), (True, False), (False, True))):
         room = partial(quantizer.empty_grouped, dtype=dact.dtype, splits=splits)
         known = {} if quantizer in (blocks, *vectors) else {"meetings": empty_meetings(GROUPS, dact.device)}
-        for kind, most, need_dh in (("swiglu", MANY_ROWS, False), ("situglu", 0, True), ("geglu", MANY_ROWS, True)):
+        kinds: list[tuple[str, int, bool, torch.Tensor | None]] = [
+            ("swiglu", MANY_ROWS, False, factors), ("situglu", 0, True, factors), ("geglu", MANY_ROWS, True, factors)
+        ]  # fmt: skip
+        if row and column:
+            kinds += [("swiglu", MANY_ROWS, False, None), ("swiglu", 0, False, None)]
+        for kind, most, need_dh, given in kinds:
             if dact.shape[1] % 128 and quantizer is blocks:
                 continue
             with meetings_of(most):
                 activation.dactivation(
-                    dact, h, Activation(kind), factors, need_dh=need_dh, need_dscales=True,
+                    dact, h, Activation(kind), given, need_dh=need_dh, need_dscales=given is not None,
                     dh_into=room(h.shape, rowwise=row, columnwise=column),
                     act_into=room(dact.shape, rowwise=False, columnwise=True, **known),
                 )  # fmt: skip
@@ -883,7 +888,8 @@ def launch_mode(mode: str, arch: int) -> None:
             for copies in ((True, True), (True, False), (False, True)):
                 made = dict(zip(("rowwise", "columnwise"), copies, strict=True))
                 into = CurrentScalingQuantizer(E4M3).empty_grouped(dact.shape, dact.dtype, splits, **made)
-                activation.activation_cast(h, Activation("swiglu"), torch.empty(MANY_ROWS), into)
+                for factors in (torch.empty(MANY_ROWS), None):
+                    activation.activation_cast(h, Activation("swiglu"), factors, into)
                 cast_float8.cast_float8_on_triton(h, per_tensor(E4M3, Float32Scale()), splits=splits, **made)
                 if made["columnwise"]:
                     vectors = RowwiseScalingQuantizer(E4M3).spec
