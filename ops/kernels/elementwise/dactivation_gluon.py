@@ -27,6 +27,7 @@ from recipes.casts.cast_float8_triton import scale_of_amax
 from recipes.casts.float8_tiles_gluon import (
     larger_pair,
     largest,
+    largest_of_fours,
     load_factors,
     scale_of,
     share_of_group,
@@ -175,7 +176,7 @@ def dactivation_gluon_kernel(
         factors = gl.allocate_shared_memory(gl.float32, [4, 16], PLAIN_LAYOUT)
         regions = as_words(boxes, 1, 128)
         of_words: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [W, 1], [1, 0])
-        peak = gl.full([16, 32], 0, gl.uint32, of_words)
+        peak = largest_of_fours(gl.full([16, 32], 0, gl.uint32, of_words))
         act_peak = peak
         dh_scale = 1.0
         further = 0  # tiles of this program, which it computes twice
@@ -203,9 +204,9 @@ def dactivation_gluon_kernel(
                         factors, dscales_ptr, dh_ptr, scales_ptr is not None, act_codes_ptr is not None,
                         STEPS, BACKWARDS, CONSTANTS,
                     )  # fmt: skip
-                    peak = larger_pair(peak, larger_pair(da, db))
+                    peak = larger_pair(peak, largest_of_fours(larger_pair(da, db)))
                     if act_codes_ptr is not None:
-                        act_peak = larger_pair(act_peak, y)
+                        act_peak = larger_pair(act_peak, largest_of_fours(y))
             if act_codes_ptr is not None:
                 act_scale = scale_of(act_source_ptr, group, active, Y_CAST, Y_FORM, Y_RULE)
             barrier()
