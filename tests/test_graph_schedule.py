@@ -271,6 +271,25 @@ def test_a_forward_in_between_is_noticed(device):
         y.sum().backward()
 
 
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("grads", [False, True])
+def test_another_call_before_backward_is_noticed(retain, grads, device):
+    """It has overwritten what backward reads."""
+    schedule = Schedule.parse("F1 B1")
+    (call,) = capture(schedule, chunks_for(schedule, device), device, retain_graph_in_backward=retain)
+    x = torch.randn(ROWS, WIDTH, device=device).requires_grad_()
+    y = call(x)
+    with torch.set_grad_enabled(grads):
+        again = call(x.detach().mul(5).requires_grad_(grads))
+    with pytest.raises(RuntimeError, match="was called again, with gradients or without, before the backward of an e"):
+        y.sum().backward()
+    assert x.grad is None
+    if grads:
+        again.sum().backward()
+    call(x).sum().backward()
+    assert x.grad is not None
+
+
 def test_a_second_backward_needs_retain_graph(device):
     schedule = Schedule.parse("F1 B1")
     chunks = chunks_for(schedule, device)

@@ -397,14 +397,18 @@ LOST = {
     "parts": lambda w, v: torch._foreach_mul_(w.unbind(), 2.0),
     "out": lambda w, v: torch.add(v[0], v[0], out=w[0]),
     "diagonal": lambda w, v: w.fill_diagonal_(9.0),
+    "chunks": lambda w, v: w.chunk(2)[0].copy_(v[:16]),
+    "the front of a part": lambda w, v: w.split(16)[1][:8].fill_(1.0),
+    "parts, at once": lambda w, v: torch._foreach_mul_(w.chunk(2), 2.0),
     "data": lambda w, v: setattr(w, "data", v),
     "a vector": lambda w, v: nn.utils.vector_to_parameters(v.view(-1), [w]),
 }
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current"])
 @pytest.mark.parametrize("change", LOST.values(), ids=LOST)
-def test_a_change_that_no_codes_would_hold_is_refused(change: Any) -> None:
-    weight = fuser.to_quantized(ops.GroupedLinear(32, 32, 32), "mxfp8").weight
+def test_a_change_that_no_codes_would_hold_is_refused(change: Any, recipe: str) -> None:
+    weight = fuser.to_quantized(ops.GroupedLinear(32, 32, 32), recipe).weight
     before = weight.dequantize()
     with torch.no_grad(), pytest.raises(RuntimeError, match=r"by `with torch.no_grad\(\): weight.copy_\(values\)`"):
         change(weight, torch.ones(weight.shape))

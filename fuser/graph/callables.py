@@ -238,11 +238,21 @@ class GraphedCallable:
 
     # Called by the autograd node
 
-    def replay_forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        buffers = self._instance.buffers
+    def replay_forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], int]:
+        """The outputs, and the number of this call."""
+        buffers, event = self._instance.buffers, Event(Pass.FORWARD, *self._place)
         assert buffers is not None, "it was reset"
-        self._graphs.replay(Event(Pass.FORWARD, *self._place), lambda: _fill(buffers.inputs, tensors))
-        return [output.detach() for output in buffers.outputs]
+        self._graphs.replay(event, lambda: _fill(buffers.inputs, tensors))
+        return [output.detach() for output in buffers.outputs], self._graphs.replays(event)
+
+    def check_is_last(self, call: int) -> None:
+        """Raise RuntimeError if another call has overwritten what this one, by its number, left for backward."""
+        if self._graphs.replays(Event(Pass.FORWARD, *self._place)) != call:
+            raise RuntimeError(
+                f"{self._label} was called again, with gradients or without, before the backward of an earlier call, "
+                "and its graph holds what the last one left. Run backward before the next call, or capture a schedule "
+                "with as many microbatches, or another callable for what is called in between."
+            )
 
     def check_asked_for(self, edges: Sequence[tuple[Any, int]]) -> None:
         """Raise RuntimeError if a replay would add to main_grad gradients that the current backward does not compute.
@@ -284,7 +294,7 @@ class _Replay(torch.autograd.Function):
         fctx.set_materialize_grads(False)
         fctx.graphed = graphed
         first = graphed.num_leading
-        outputs = graphed.replay_forward([*tensors[:first], *tensors[first + graphed.num_params :]])
+        outputs, fctx.call = graphed.replay_forward([*tensors[:first], *tensors[first + graphed.num_params :]])
         graphed.mark(fctx, outputs)
         return tuple(outputs)
 
@@ -292,6 +302,7 @@ class _Replay(torch.autograd.Function):
     @once_differentiable
     def backward(fctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
         graphed = fctx.graphed
+        graphed.check_is_last(fctx.call)
         graphed.check_asked_for(fctx.next_functions)
         return None, *graphed.replay_backward(dys)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -230,6 +231,7 @@ class ReplayOrder:
         self._at = {event: position for position, event in enumerate(schedule.events)}
         self._retain = retain
         self._left: dict[tuple[Event, Event], Event | None] = {}  # (source, user) -> event that overwrote the results
+        self.replays: Counter[Event] = Counter()
         captured = set(events)
         kinds = {Pass.FORWARD: (Pass.DGRAD, Pass.WGRAD), Pass.DGRAD: (Pass.WGRAD,), Pass.WGRAD: ()}
         users = {event: [event._replace(kind=kind) for kind in kinds[event.kind]] for event in events}
@@ -263,6 +265,7 @@ class ReplayOrder:
 
     def done(self, event: Event) -> None:
         """Record that the event was replayed."""
+        self.replays[event] += 1
         position = self._at[event]
         for (source, user), spoiler in self._left.items():
             if spoiler is None and not self._at[source] < position <= self._at[user]:

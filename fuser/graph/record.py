@@ -113,6 +113,10 @@ class Graphs:
         for effect in effects:
             effect()
 
+    def replays(self, event: Event) -> int:
+        """How many times the event was replayed."""
+        return self._order.replays[event]
+
     def has_effects(self, event: Event) -> bool:
         """Whether the event has side effects."""
         return bool(self._segments[event].recording.effects)

@@ -42,6 +42,7 @@ from recipes.tensors.quantized_handle import Quantized, QuantizedHandle, held_te
 from recipes.tensors.quantized_tensor import QuantizedTensor, each_copy
 from recipes.tensors.quantizer import Quantizer, StateOfRole
 from recipes.tensors.scaled_codes import ScaledCodes
+from recipes.tensors.values_view import write_refused
 
 _aten = torch.ops.aten
 
@@ -56,6 +57,7 @@ class Sharding:
     source, groups: where the quantizer keeps its state, and which of its scales are the whole weight's; None for all
     ranks, rank: the process group of the ranks, and this one's place in it, as soon as they are known
     initial: the part's values before quantization, on the host, if they are kept
+    in_whole: whether the part lies in a whole weight, of which it may hold no columnwise copy: it is not written
     """
 
     whole: torch.Size
@@ -68,6 +70,7 @@ class Sharding:
     ranks: dist.ProcessGroup | None = None
     rank: int = 0
     initial: Tensor | None = field(default=None, repr=False)
+    in_whole: bool = False
 
     @property
     def stacked(self) -> bool:
@@ -128,7 +131,8 @@ class QuantizedShard(QuantizedHandle):
             if func is _aten.slice.Tensor and _is_front(*args[1:]):
                 return shard.over(_part(shard.quantized, shard.sharding, 0, min(args[3], len(shard))))
             if func is _aten.new_zeros.default and is_padded(shard, args[1], kwargs):
-                return shard.over(_zeros(shard.quantized, shard.sharding, args[1][0]))
+                zeros = _zeros(shard.quantized, shard.sharding, args[1][0])
+                return QuantizedShard(zeros, replace(shard.sharding, in_whole=False))
             if func is _aten.view.default and list(args[1]) == [-1]:
                 return shard.over(shard.quantized)  # FSDP2 keeps it, and reads it of ordinary tensors alone
             if func is _aten.slice.Tensor:
@@ -146,6 +150,8 @@ class QuantizedShard(QuantizedHandle):
     @torch.no_grad()
     def write(self, values: Tensor) -> None:
         mine, sharding = self.quantized, self.sharding
+        if sharding.in_whole:
+            raise write_refused("A change in place")
         if isinstance(values, QuantizedShard) and _have_same_codes(self, values):
             sharding.initial = values.sharding.initial
             overwrite(mine, values.quantized)
@@ -283,7 +289,7 @@ def shards_of(quantized: QuantizedTensor, sharding: Sharding, dim: int) -> list[
     for begin in range(0, length, rows):
         end = min(begin + rows, length)
         initial = None if sharding.initial is None else sharding.initial[begin:end].clone()
-        own = replace(sharding, rank=begin // rows, initial=initial)
+        own = replace(sharding, rank=begin // rows, initial=initial, in_whole=True)
         parts.append(QuantizedShard(_part(quantized, own, begin, end), own))
     return parts
 
@@ -351,7 +357,8 @@ def _divisible(quantized: QuantizedTensor, sharding: Sharding) -> tuple[Quantize
         raise ValueError(
             f"A weight {list(sharding.whole)} that is held quantized would be sharded into {sharding.rows} rows a "
             f"rank, but its blocks of scales have {block} rows. Shard over ranks of which each gets a multiple of "
-            f"{block} rows, or quantize this layer in the step, without to_quantized."
+            f"{block} rows, or quantize this layer in the step, without to_quantized; outside of FSDP2 take parts of "
+            "its dequantize()."
         )
     return quantized, replace(sharding, transposes=transposes)
 
@@ -360,7 +367,7 @@ def _check_dim(dim: int) -> None:
     if dim != 0:
         raise NotImplementedError(
             f"A weight that is held quantized cannot be sharded along dim {dim}, but along dim 0 alone. Leave "
-            "shard_placement_fn out for it, or let it return None."
+            "shard_placement_fn out for it, or let it return None; outside of FSDP2 take parts of its dequantize()."
         )
 
 

@@ -35,11 +35,7 @@ class ValuesView(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if written_by(func, args, kwargs, cls):
-            raise RuntimeError(
-                f"{func} would write into a view (an index, a slice, a transpose) of a tensor that is held quantized, "
-                "whose codes can only be written as a whole. Write all its values, by `with torch.no_grad(): "
-                "weight.copy_(values)`, or change a clone() of the view."
-            )
+            raise write_refused(func)
         result = func(*tree_map_only(cls, _values, args), **tree_map_only(cls, _values, kwargs))
         return views(result) if func.is_view else result
 
@@ -61,6 +57,15 @@ class ValuesView(Tensor):
 def views(result: Any) -> Any:
     """The tensors that a view function made of values, as such views."""
     return tree_map_only(Tensor, ValuesView, result)
+
+
+def write_refused(function: Any) -> RuntimeError:
+    """The error of a function that would write into a view of a quantized tensor."""
+    return RuntimeError(
+        f"{function} would write into a view (an index, a slice, a transpose) of a tensor that is held quantized, "
+        "whose codes can only be written as a whole. Write all its values, by `with torch.no_grad(): "
+        "weight.copy_(values)`, or change a clone() of the view."
+    )
 
 
 def written_by(function: Any, args: Any, kwargs: Any, kind: type[_T]) -> list[_T]:
