@@ -63,8 +63,8 @@ class autocast(ContextDecorator):
     await recomputation. There use `fuser.checkpoint`.
 
     Raises TypeError for an argument of another type, ValueError for an unknown name, keep_weights of another size, and
-    batch_invariant under a recipe that cannot be. As a decorator it takes no generator function and no `async def`
-    (TypeError).
+    batch_invariant under a recipe that cannot be. As a decorator it takes no generator function, no `async def` and no
+    class (TypeError).
 
     Within a function that torch.compile or torch.export traces it decides what is traced, and takes no other argument
     than `recipe`, `enabled` and `batch_invariant` (NotImplementedError).
@@ -98,6 +98,11 @@ class autocast(ContextDecorator):
             raise TypeError(
                 f"autocast decorates {function!r}, whose body runs after the call has returned and the context has "
                 "closed. Write `with autocast(...)` in the body, around what is to run under the recipe and no yield."
+            )
+        if isinstance(function, type):
+            raise TypeError(
+                f"autocast decorates the class {function.__name__}, which would be open while an instance is made and "
+                "not when one is called. Decorate its methods, such as forward."
             )
         return super().__call__(function)
 

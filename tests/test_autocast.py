@@ -194,6 +194,11 @@ def test_a_body_that_runs_after_the_call_is_not_decorated(function):
         autocast("mxfp8")(function)
 
 
+def test_a_class_is_not_decorated():
+    with pytest.raises(TypeError, match="decorates the class Linear, which would be open while an instance is made"):
+        autocast("mxfp8")(torch.nn.Linear)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

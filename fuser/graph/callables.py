@@ -70,7 +70,8 @@ def make_graphed_callables(
     allow_unused_input: whether an input that requires grad may receive no gradient
     enabled, recipe: as for `autocast`; enabled may be a sequence with one for each module. recipe None: the current one
     amax_reduction_group: as for `autocast`
-    cache_quantized_params: each call must pass `is_first_microbatch`; weights are quantized only where it is True
+    cache_quantized_params: each call must pass `is_first_microbatch`; on a GPU weights are quantized only where it is
+                   True
     schedule, layers: a `Schedule`, or arguments of `Schedule.parse`; returns a callable for each forward instance
     follows:       chunks whose input gradient the preceding chunk consumes on this rank. Other input gradients are sent
                    to another rank, and stay valid until the end of the next dgrad entry
