@@ -71,6 +71,16 @@ def test_shapes(device, given, shape):
 
 
 @EACH_DEVICE
+@SCALES
+@pytest.mark.parametrize("rows", [1, 40, 48, 49, 72, 257])
+def test_places_without_rows_are_zero(device, given, rows):
+    """Up to a multiple of 32, in what memory held other codes before."""
+    stale = torch.full((272, 288), 0x7F, dtype=torch.uint8, device=device)
+    del stale  # whose memory the columnwise codes get, as a rule
+    check(device, wide_range(rows, 272), given=given)
+
+
+@EACH_DEVICE
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 def test_dtypes(device, dtype):
     check(device, wide_range(20, 140, dtype=dtype))

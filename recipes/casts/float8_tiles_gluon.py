@@ -213,9 +213,10 @@ def fours_of(words):
 @gluon.jit
 def store_columns(codes, codes_ptr, first_column, columns, place, left, places):
     """Columnwise codes of 16 words [8, 16] of four columns each, of 16 rows. codes_ptr: of words, rows of `places`
-    codes; the tile's begins at first_column and `place`, and so many columns and places are there."""
+    codes; the tile's begins at first_column and `place`, and so many columns are there, and so many places, up to a
+    multiple of PADDING."""
     row, column = places_of_fours(codes[0])
-    is_there = (column < columns) & (row < left)
+    is_there = (column < columns) & (row // _PADDING * _PADDING < left)
     w0 = transposed_bytes(codes[0], codes[1], codes[2], codes[3])
     w1 = transposed_bytes(codes[4], codes[5], codes[6], codes[7])
     w2 = transposed_bytes(codes[8], codes[9], codes[10], codes[11])
