@@ -194,8 +194,6 @@ def dactivation_gluon_kernel(
             at = (place + row).to(gl.int64)
             fetch(h, dact, boxes, ready, first, first_column, _ROWS, COLUMNS, 2)  # whole, so that phases alternate
             load_factors(factors, scales_ptr, first, height)
-            if CAST != "meeting":
-                dh_scale = scale_of(source_ptr, group, active, CAST, FORM, RULE)
             for half in range(2):
                 mbarrier.wait(ready.index(half), step % 2)
                 for i in range(4):  # 16 rows of 64 columns at a time
@@ -209,6 +207,8 @@ def dactivation_gluon_kernel(
                         act_peak = larger_pair(act_peak, largest_of_fours(y))
             if act_codes_ptr is not None:
                 act_scale = scale_of(act_source_ptr, group, active, Y_CAST, Y_FORM, Y_RULE)
+            if CAST != "meeting":
+                dh_scale = scale_of(source_ptr, group, active, CAST, FORM, RULE)
             barrier()
             has_all = active & (step == further)
             if has_all:
