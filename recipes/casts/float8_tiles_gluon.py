@@ -147,13 +147,13 @@ def in_thirty_two(x):
 
 
 @gluon.jit
-def codes_of_columns(xs, scale, FORM: gl.constexpr):
-    """Codes of eight words of two columns: four words."""
+def codes_of_columns(xs, scales, FORM: gl.constexpr):
+    """Codes of words of two columns: half as many words of four, which have these four scales."""
     codes = ()
-    for k in gl.static_range(4):
+    for k in gl.static_range(len(xs) // 2):
         x0, x1 = unpack_pairs(xs[2 * k])
         x2, x3 = unpack_pairs(xs[2 * k + 1])
-        word = float8_words(x0 * scale, x1 * scale, x2 * scale, x3 * scale, FORM, True)
+        word = float8_words(x0 * scales[0], x1 * scales[1], x2 * scales[2], x3 * scales[3], FORM, True)
         codes = codes + (word,)  # type: ignore[assignment]  # noqa: RUF005
     return codes
 
@@ -244,12 +244,7 @@ def write_columns(
         s2, s3 = gl.convert_layout(s2, of_words), gl.convert_layout(s3, of_words)
     else:
         s0, s1, s2, s3 = scale, scale, scale, scale
-    codes = ()
-    for i in gl.static_range(16):
-        x0, x1 = unpack_pairs(xs[2 * i])
-        x2, x3 = unpack_pairs(xs[2 * i + 1])
-        word = float8_words(x0 * s0, x1 * s1, x2 * s2, x3 * s3, FORM, True)
-        codes = codes + (word,)  # type: ignore[assignment]  # noqa: RUF005
+    codes = codes_of_columns(xs, (s0, s1, s2, s3), FORM)
     store_columns(codes, codes_ptr, first_column, columns, place, left, places)
 
 
@@ -267,9 +262,8 @@ def write_rows(
     xs = in_eight(words.load(layout).reshape([128, 4, 8]))
     of_codes: gl.constexpr = xs[0].type.layout
     if VECTOR:
-        codes = codes_of_columns(xs, gl.expand_dims(scale.load(gl.SliceLayout(1, of_codes)), 1), FORM)
-    else:
-        codes = codes_of_columns(xs, scale, FORM)
+        scale = gl.expand_dims(scale.load(gl.SliceLayout(1, of_codes)), 1)
+    codes = codes_of_columns(xs, (scale, scale, scale, scale), FORM)
     lane = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(1, of_codes)), 1)
     sixteen = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, of_codes)), 0)
     row, column = lane % 64, lane // 64 * 64 + sixteen * 16
@@ -307,13 +301,9 @@ def _write_both(
     row, column = places_of_fours(xs[0])
     is_column = column < columns
     at = row_codes_ptr + ((first + row) * (WIDTH // 4) + (first_column + column) // 4)
-    codes = ()
+    codes = codes_of_columns(xs, (scale, scale, scale, scale), FORM)
     for i in gl.static_range(16):
-        x0, x1 = unpack_pairs(xs[2 * i])
-        x2, x3 = unpack_pairs(xs[2 * i + 1])
-        word = float8_words(x0 * scale, x1 * scale, x2 * scale, x3 * scale, FORM, True)
-        gl.store(at + i * (WIDTH // 4), word.to(gl.int32, bitcast=True), mask=is_column & (row + i < height))
-        codes = codes + (word,)  # type: ignore[assignment]  # noqa: RUF005
+        gl.store(at + i * (WIDTH // 4), codes[i].to(gl.int32, bitcast=True), mask=is_column & (row + i < height))
     store_columns(codes, column_codes_ptr, matrix + first_column, columns, place, left, places)
 
 

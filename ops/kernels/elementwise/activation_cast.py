@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ops.kernels.elementwise.chain import Step, chain_constants
 from ops.kernels.elementwise.chain_cast import Cast, at_meetings, cast_constants, num_groups, places_of
-from ops.kernels.elementwise.dactivation_cast import fits
+from ops.kernels.elementwise.dactivation_cast import BOX, fits
 from recipes.casts.cast_float8 import programs_of_groups
 from recipes.tensors.quantizer import QuantizedBuffers
 from recipes.triton.gates import why_no_gluon
@@ -25,7 +25,6 @@ if why_no_gluon((9, 0)) is None:
 
 # Six programs share a multiprocessor: 32 KB of shared memory and 10240 registers each.
 TILE = MeetingTile(block_m=64, block_k=128, num_warps=4, registers=80)
-BOX = (64, 64)  # rows and columns that the copy engine brings at once
 
 
 def cast_of(h: Tensor, step: Step, into: QuantizedBuffers) -> Cast | None:

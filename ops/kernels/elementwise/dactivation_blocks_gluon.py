@@ -48,7 +48,8 @@ def write_rows(
     at = row + gl.arange(0, 64, peak.type.layout)
     gl.store(scale_ptr + ((first_column // _WIDTH).to(gl.int64) * T + first + at), inverse, mask=at < height)
     scale = gl.expand_dims(gl.expand_dims(scale, 0), 2).broadcast_to([2, 64, 4]).reshape([128, 4])
-    codes = codes_of_columns(xs, gl.convert_layout(scale, of_codes), FORM)
+    scale = gl.convert_layout(scale, of_codes)
+    codes = codes_of_columns(xs, (scale, scale, scale, scale), FORM)
     lane = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(1, of_codes)), 1)
     sixteen = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, of_codes)), 0)
     at = row + lane % 64

@@ -118,17 +118,9 @@ def dactivation_vectors_gluon_kernel(
                     first_of_group, FORM, RULE,
                 )  # fmt: skip
                 write_columns(
-                    regions[part].index(0),
-                    column_scales,
-                    column_codes_ptr,
-                    at,
-                    columns,
-                    place,
-                    left,
-                    places,
-                    FORM,
+                    regions[part].index(0), column_scales, column_codes_ptr, at, columns, place, left, places, FORM,
                     True,
-                )
+                )  # fmt: skip
         invalidate(ready)
 
 
