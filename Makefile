@@ -57,15 +57,16 @@ check = $(call with,$(1)) -c "import triton; v = triton.__version__; assert v ==
 
 # With the second Triton only one test of each kernel; others that depend on Triton are a part of the rest, or exhaustive.
 test: lint $(VENV)/triton-$(SECOND_TRITON)/.ready
-	$(PY) $(PYTEST) -m "not rest and not exhaustive and not gpu" --durations=10 tests
+	$(PY) $(PYTEST) -m "not (rest or exhaustive or gpu) and (smoke or not slow)" --durations=10 tests
 	$(call check,$(SECOND_TRITON))
 	$(call with,$(SECOND_TRITON)) $(PYTEST) -m smoke tests
 
-# What `make test` leaves out (tests for a GPU are skipped; models of Hugging Face in a process of their own), then what of `make test`
-# depends on Triton and the kernels in Gluon with the second release, and one test of each kernel and what launches depend on with the third.
+# What `make test` leaves out (tests for a GPU are skipped; models of Hugging Face in a process of their own), then what of `make test`,
+# or slow, depends on Triton and the kernels in Gluon with the second release, and one test of each kernel and what launches depend on with
+# the third.
 test-rest: $(VENV)/triton-$(SECOND_TRITON)/.ready $(VENV)/triton-$(THIRD_TRITON)/.ready
 	@echo "test-rest: within an hour on 2 cores."
-	$(PY) $(PYTEST) -m "(rest or gpu) and not (hf or exhaustive)" --durations=10 tests
+	$(PY) $(PYTEST) -m "(rest or gpu or (slow and not smoke)) and not (hf or exhaustive)" --durations=10 tests
 	$(PY) -m pytest --benchmark-disable --timeout=600 -m hf $$(grep -l mark.hf tests/*.py)
 	$(call check,$(SECOND_TRITON))
 	$(call with,$(SECOND_TRITON)) $(PYTEST) -m "triton and not rest and not exhaustive" tests

@@ -113,6 +113,7 @@ def check(x: QuantizedBuffers, quantizer: Known, values: Tensor, splits: Splits,
 @pytest.mark.parametrize("copies", ["row", "column", "both"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rule", [GivenScale(), Float32Scale(power_2=True)], ids=["given", "amax"])
+@pytest.mark.slow
 def test_what_is_cast_is_what_would_be_stored_cast(rule, dtype, copies, form, scaled, kind, device):
     check_casts(per_tensor(form, rule), dtype, copies, scaled, kind, device)
 
@@ -307,6 +308,7 @@ def check_casts(spec: ScaleSpec, dtype: torch.dtype, copies: str, scaled: bool, 
 @pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda f: f.name)
 @pytest.mark.parametrize("copies", ["row", "column", "both"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.slow
 def test_mxfp8_is_computed_as_values(dtype, copies, form, scaled, kind, device):
     """Of both copies, as separate casts are dequantized; in float32 where there are no tensor cores for bfloat16."""
     act = ACTIVATIONS.get(kind) or Activation("swiglu", glu_interleave_size=32)
@@ -383,6 +385,7 @@ def test_other_rules_are_cast_from_memory(rule):
 @pytest.mark.parametrize("frozen", [(), ("0.weight",), ("2.weight",), ("0.weight", "0.bias", "x")], ids=str)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_current", "fp8_block", "fp8_rowwise", "mxfp8"])
+@pytest.mark.slow
 def test_a_grouped_mlp_has_the_same_bits_whichever_way_it_casts(recipe, bias, frozen, monkeypatch):
     """Results, gradients, amaxes and scales over three steps, in which scales move."""
     sizes = torch.tensor([9, 0, 20, 4])

@@ -221,6 +221,7 @@ def compile_all() -> None:
             print(json.dumps({"kind": kind, "way": way, "exponentials": kernel.asm["ptx"].count("ex2.approx")}))
 
 
+@pytest.mark.slow
 def test_all_of_them_compile_for_hopper_with_few_exponentials(tmp_path: Any) -> None:
     done = subprocess.run([sys.executable, __file__], env=compiling(tmp_path), capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr

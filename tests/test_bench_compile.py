@@ -13,6 +13,7 @@ from bench.models import ExpertShape
 SHAPE = ExpertShape(64, 32, num_experts=4, topk=2, tokens=16)
 
 
+@pytest.mark.slow
 def test_steps_are_timed_and_written(tmp_path, capsys):
     file = tmp_path / "compile.json"
     command = ["compile", "--device", "cpu", "--models", "micro,tiny-qwen3-30b-a3b", "--backend", "aot_eager"]

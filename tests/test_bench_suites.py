@@ -32,6 +32,7 @@ def python(*arguments):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_suite_writes_json_that_can_be_compared(tmp_path):
     pytest.importorskip("pytest_benchmark")
     path = tmp_path / "figures.json"
@@ -55,6 +56,7 @@ def test_a_suite_writes_json_that_can_be_compared(tmp_path):
     assert printed.count(one["name"]) == 2
 
 
+@pytest.mark.slow
 def test_the_casts_and_chains_run(tmp_path):
     pytest.importorskip("pytest_benchmark")
     chosen = "(cast and tiny-olmoe) or scale-add"

@@ -148,6 +148,7 @@ main({arguments})
 """
 
 
+@pytest.mark.slow
 def test_run_killed_in_the_middle_gives_the_same_curve(corpus, tmp_path):
     options = ("--recipe", "bf16,mxfp8", "--steps", 20, "--checkpoint-every", 7, "--validate-every", 10)
     whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -94,6 +94,7 @@ def train_killed(parsed: argparse.Namespace) -> int:
     return train.main(parsed)
 
 
+@pytest.mark.slow
 def test_run_with_a_rank_killed_stops_and_resumes_with_the_curve_of_one_process(corpus, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     given = arguments(corpus, killed, "--recipe", "fp32", "--ep", 2)

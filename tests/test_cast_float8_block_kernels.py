@@ -76,6 +76,7 @@ def test_grouped_rows(device, block_dim, rows, sizes):
 
 
 @EACH_DEVICE
+@pytest.mark.slow
 def test_more_groups_than_are_looked_up_at_a_time(device):
     check_blocks(device, poisoned(140, 8), Float8BlockQuantizer(E4M3, 2, True, 0.0), sizes=[1] * 139, columnwise=False)
 

@@ -131,6 +131,7 @@ def test_grouped_rows(device, given, rows, sizes):
 @EACH_DEVICE
 @pytest.mark.parametrize("most", [0, 3, 40, 1000])
 @pytest.mark.parametrize("copies", [(True, True), (True, False), (False, True)], ids=["both", "row", "column"])
+@pytest.mark.slow
 def test_groups_that_are_too_large_to_meet(device, copies, most):
     """Their amaxes are found, and they are cast, by launches that leave the others alone."""
     sizes = [3, 0, 150, 40, 41]
@@ -335,6 +336,7 @@ OWN = [
 @EACH_DEVICE
 @pytest.mark.parametrize("form", OWN)
 @SCALES
+@pytest.mark.slow
 def test_a_largest_number_of_ones_own(device, form, given):
     x = wide_range(70, 136, inf=True) * 64
     check(device, x, form, given=given)

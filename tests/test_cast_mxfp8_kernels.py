@@ -89,6 +89,7 @@ def test_grouped_rows(device, quantizer, rows, sizes):
 
 
 @EACH_DEVICE
+@pytest.mark.slow
 def test_more_groups_than_are_looked_up_at_a_time(device):
     check_blocks(device, poisoned(140, 8), MXFP8Quantizer(E4M3), sizes=[1] * 139)
 
@@ -121,6 +122,7 @@ def test_input_that_is_not_contiguous(device):
 
 @EACH_DEVICE
 @EACH_FORMAT
+@pytest.mark.slow
 def test_all_bf16_numbers(device, quantizer):
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     check_blocks(device, every.view(-1, 64), quantizer)

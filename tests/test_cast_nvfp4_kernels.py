@@ -110,6 +110,7 @@ def check(
 
 @DEVICE
 @pytest.mark.parametrize("kind", [kind if kind in OF_ONE_TENSOR else rest(kind) for kind in KINDS])
+@pytest.mark.slow
 def test_one_tensor(device, kind):
     check(spread(70, 272, dtype=torch.bfloat16), None, device, **KINDS[kind])
 
@@ -122,6 +123,7 @@ def test_wide_tiles_of_several_groups(place, sizes, kind):
 
 @DEVICE
 @pytest.mark.parametrize("rows", [rest(64), 70])
+@pytest.mark.slow
 def test_rows_at_any_address(device, rows):
     x = spread(rows, 272, dtype=torch.bfloat16).to(device)
     shifted = x.new_empty(x.numel() + 1)[1:].view_as(x).copy_(x)
@@ -139,6 +141,7 @@ def test_odd_sizes(device, shape):
 
 @DEVICE
 @pytest.mark.parametrize("kind", [rest(kind) if kind in OF_ONE_TENSOR else kind for kind in KINDS])
+@pytest.mark.slow
 def test_groups_and_what_lies_behind_them(device, kind):
     x = spread(80, 24, dtype=torch.bfloat16)
     x[50:] = float("nan")
@@ -147,6 +150,7 @@ def test_groups_and_what_lies_behind_them(device, kind):
 
 @DEVICE
 @pytest.mark.parametrize("sizes", [[0, 0], [1] * 6, [65, 5]], ids=str)
+@pytest.mark.slow
 def test_empty_many_and_large_groups(device, sizes):
     check(spread(70, 8, dtype=torch.float32), sizes, device, rht=True)
 
@@ -168,6 +172,7 @@ WAYS_BACK = [
 @DEVICE
 @pytest.mark.parametrize("dtype", [rest(torch.bfloat16), torch.float32], ids=str)
 @pytest.mark.parametrize(("groups", "rows", "columns"), WAYS_BACK)
+@pytest.mark.slow
 def test_every_code_of_every_scale_comes_back_from_columns(device, groups, rows, columns, dtype):
     blocks = groups * columns * rows // 16
     codes = torch.arange(16)[torch.rand(blocks, 16).argsort(-1)]  # each once in a block
@@ -195,6 +200,7 @@ def test_stacked(device, kind):
 @DEVICE
 @pytest.mark.parametrize("copies", [(True, False), (False, True)], ids=["rowwise", "columnwise"])
 @pytest.mark.parametrize("kind", ["rht", "stochastic"])
+@pytest.mark.slow
 def test_one_copy_alone(device, kind, copies):
     check(spread(20, 40, dtype=torch.float16), None, device, **KINDS[kind], rowwise=copies[0], columnwise=copies[1])
 
@@ -207,6 +213,7 @@ def test_one_copy_alone(device, kind, copies):
     [("nearest", 2.0**-130), ("nearest", 3e38), ("rht", float("inf")), ("stochastic", 3e38), ("16x16", float("inf")),
      ("row-scaled", 2.0**-130)],
 )  # fmt: skip
+@pytest.mark.slow
 def test_nan_inf_and_extremes(device, kind, extreme):
     x = torch.randn(64, 64)
     x[3, 3], x[20, 20] = float("nan"), -0.0
@@ -232,6 +239,7 @@ def whole_tile(columns):
 
 @pytest.mark.parametrize("kind", ["rht", rest("stochastic")])
 @pytest.mark.parametrize("magnitude", [0.0, 2e-27, rest(2e-26), rest(65280.0), 65536.0], ids=str)
+@pytest.mark.slow
 def test_whole_tiles_where_ordinary_amaxes_end(place, kind, magnitude):
     check((whole_tile(256) * magnitude).bfloat16(), None, place, **KINDS[kind])
 
@@ -241,6 +249,7 @@ def test_whole_tiles_where_ordinary_amaxes_end(place, kind, magnitude):
     ("columns", "dtype"), [(256, torch.float32), (256, torch.float16), (264, torch.bfloat16)], ids=str
 )
 @pytest.mark.parametrize("kind", ["rht", rest("stochastic")])
+@pytest.mark.slow
 def test_whole_tiles_without_pairs(device, kind, columns, dtype):
     check(whole_tile(columns).to(dtype), None, device, **KINDS[kind])
 

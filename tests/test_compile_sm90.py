@@ -917,6 +917,7 @@ def cache(request):
     return ROOT / "build" / "compiled" / re.sub(r"\W+", "-", request.node.name)
 
 
+@pytest.mark.slow
 def test_each_kernel_compiles_for_hopper(cache):
     reports = compiled(FIRST, 90, cache)
     kinds = [(report["kernel"], multiplies_codes(report["kernel"], report["config"][2])) for report in reports]

@@ -238,5 +238,6 @@ def train_with_and_without_broadcast(rank: int) -> None:
             assert (scales[0] == scales[1]) is reduce_amax
 
 
+@pytest.mark.slow
 def test_it_leaves_the_state_of_delayed_scaling_alone(tmp_path: Path) -> None:
     on_ranks(train_with_and_without_broadcast, folder=tmp_path)

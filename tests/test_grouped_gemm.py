@@ -441,6 +441,7 @@ def test_kernel_writes_matrices_that_stand_apart(aligned, reverse, accumulate, d
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.slow
 def test_float32_weight_gradients_are_the_same_bits_however_they_are_stored(dtype, reverse, device):
     """From registers, by the copy engine alone, and on a GPU in Gluon, where they are fetched or L2 adds.
 
@@ -473,6 +474,7 @@ def test_float32_weight_gradients_are_the_same_bits_however_they_are_stored(dtyp
 @pytest.mark.interpreter
 @settings(max_examples=50)
 @given(cases(80, st.tuples(FEATURES, FEATURES)), st.sampled_from(KERNEL_DTYPES), st.booleans(), SEEDS)
+@pytest.mark.slow
 def test_kernels_agree_for_any_splits_interpreted(case, dtype, extras, seed):
     o = operands(case, dtype, seed=seed)
     assert_all_close(launched(o, extras=extras), references(o, extras=extras), o)

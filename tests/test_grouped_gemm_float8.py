@@ -329,6 +329,7 @@ def test_a_weight_gradient_is_added_to_matrices_that_stand_apart(case, reverse, 
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.slow
 def test_kernels_take_more_groups_than_one_step_of_the_search(device):
     o = operands(MANY_GROUPS, "fast", device=device)
     assert_all_close(launched(o, "fast", extras=True), naive(o, extras=True), o, "fast")

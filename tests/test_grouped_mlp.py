@@ -269,6 +269,7 @@ BIASES = ["no bias", "bias", "scaled bias"]
     dtype=st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16]),
     seed=st.integers(0, 9),
 )
+@pytest.mark.slow
 def test_random_splits(sizes, tail, activation, bias, interleave, dtype, seed):
     check_example(sizes, tail, activation, bias, interleave, dtype, "cpu", seed)
 
@@ -495,6 +496,7 @@ def test_gradcheck(activation, interleave):
 
 @pytest.mark.parametrize("activation", ["ScaledSwiGLU", "ClampedSwiGLU", "ScaledSReLU"])
 @pytest.mark.parametrize("recipe", [None, "mxfp8"])
+@pytest.mark.slow
 def test_any_subset_may_be_frozen(recipe, activation):
     operations = make(activation, scale_bias=activation in SCALED)
     x, scales, dy = data(operations, 21, 21, torch.float32)
@@ -515,6 +517,7 @@ def test_any_subset_may_be_frozen(recipe, activation):
 
 @pytest.mark.parametrize("path", ["grouped", "split"])
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8_delayed"])
+@pytest.mark.slow
 def test_fused_draws_and_records_what_unfused_does_for_any_subset(recipe, path):
     """Where nothing of dh is wanted, as with FC1 frozen but for its bias, dh is not quantized: that draws a seed."""
     operations = make()

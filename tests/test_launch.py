@@ -210,6 +210,7 @@ def compare() -> None:
     print(f"{len(launch._compiled)} keys, {len(any_kernel.device_caches[0][0])} kernels")
 
 
+@pytest.mark.slow
 def test_the_kernel_that_is_launched_is_the_one_triton_would_launch(tmp_path):
     done = subprocess.run([sys.executable, __file__], env=compiling(tmp_path), capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr

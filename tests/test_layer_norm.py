@@ -48,6 +48,7 @@ def make(shape: Any, zero_centered: bool = False, eps: float = 0.3, **where: Any
 
 @pytest.mark.parametrize("zero_centered", [False, True], ids=["", "zero-centred"])
 @pytest.mark.parametrize(("normalized_shape", "shape"), SHAPES)
+@pytest.mark.slow
 def test_gradcheck(normalized_shape: Any, shape: tuple[int, ...], zero_centered: bool) -> None:
     check_gradients(make(normalized_shape, zero_centered), torch.randn(shape))
 

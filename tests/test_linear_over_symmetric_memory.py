@@ -118,6 +118,7 @@ def refuse() -> None:
             assert "it multiplies the rows in parts, whose bits depend on how many" in biased.explain(device="cuda")
 
 
+@pytest.mark.slow
 def test_they_compute_what_the_linears_do_and_say_why_not(tmp_path: Path) -> None:
     on_ranks(stand_in_for_gpus, folder=tmp_path)
 

@@ -72,6 +72,7 @@ def test_steps_have_the_bits_of_eager_ones(recipe: str) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_merging_and_dropout_are_seen() -> None:
     eager, other = pair()
     run = torch.compile(other, backend="aot_eager", fullgraph=True)

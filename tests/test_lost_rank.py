@@ -116,6 +116,7 @@ def train_until_a_rank_is_lost(
         pytest.param(Overlapped, "killed", "backward", id="overlapped, killed in backward", marks=pytest.mark.rest),
     ],
 )
+@pytest.mark.slow
 def test_the_others_raise_at_once_and_the_checkpoint_goes_on(
     kind: type[Sequential], way: str, where: str, tmp_path: Path
 ) -> None:

@@ -132,6 +132,7 @@ def test_the_loss_alone_trains_the_router_alone():
     assert_close(got, want)
 
 
+@pytest.mark.slow
 def test_gradcheck():
     layer = make(2, experts=3)
     layer = Sequential(*layer)

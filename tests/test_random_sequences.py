@@ -299,6 +299,7 @@ OFTEN = settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
     recipe=st.sampled_from(RECIPES),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
 )
+@pytest.mark.slow
 def test_fused_unfused_and_one_by_one_are_the_same(drawn, recipe, dtype):
     """On the CPU bit for bit, but for the scales' gradient: a fused operation adds its two shares before the others."""
     modules, x, extras = build(drawn, dtype)

@@ -588,6 +588,7 @@ def test_recipes_may_change(repeating, monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", (None, "fp8_current", "fp8_delayed"))
+@pytest.mark.slow
 def test_compiled_calls_are_repeated_as_a_whole(recipe, repeating):
     """Both passes are; with states that record, the steps within them are."""
     torch.compiler.reset()

@@ -1428,6 +1428,7 @@ def live() -> tuple[int, int]:
 
 @pytest.mark.parametrize("retain", [False, True])
 @pytest.mark.parametrize("recipe", [None, "mxfp8"])
+@pytest.mark.slow
 def test_two_hundred_steps_leave_no_tensors_or_objects_behind(retain: bool, recipe: str | None) -> None:
     sequential = Sequential(
         ops.Linear(32, 32), ops.MakeExtraOutput("tapped"), nn.Tanh(), Multiply().rename_extras(other="tapped"), Scale(),

@@ -335,6 +335,7 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_in_the_middle_is_a_sentence_and_the_run_goes_on_later(corpus, trained, tmp_path):
     """A limit on the size of files stands for the disk: lines fit, checkpoints do not."""
     command = [sys.executable, "-c", LIMITED, "10000", *arguments(corpus, tmp_path)]

@@ -156,6 +156,7 @@ def compare_cases(rank: int, ranks: int, seeds: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "seeds"), [(2, 4), pytest.param(4, 12, marks=[pytest.mark.rest, pytest.mark.slow])])
+@pytest.mark.slow
 def test_a_sharded_layer_has_the_bits_of_the_whole_one(ranks: int, seeds: int, tmp_path: Path) -> None:
     on_ranks(compare_cases, ranks, seeds, tmp_path, folder=tmp_path, ranks=ranks)
 
@@ -205,6 +206,7 @@ def memory_is_lent(rank: int, folder: Path) -> None:
         assert_close({"y": y}, {"y": expected["y"]}, CLOSE)
 
 
+@pytest.mark.slow
 def test_experts_write_where_other_ranks_read(tmp_path: Path) -> None:
     on_ranks(memory_is_lent, tmp_path, folder=tmp_path)
 
@@ -264,6 +266,7 @@ def test_ranks_may_need_other_gradients(tmp_path: Path) -> None:
     on_ranks(need_some_gradients, tmp_path, folder=tmp_path)
 
 
+@pytest.mark.slow
 def test_weight_gradients_go_to_main_grad_at_once_or_later(tmp_path: Path) -> None:
     on_ranks(accumulate_and_delay, tmp_path, folder=tmp_path)
 
@@ -289,6 +292,7 @@ def sum_as_alltoall(rank: int, ranks: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=[pytest.mark.rest, pytest.mark.slow])])
+@pytest.mark.slow
 def test_partial_sums_have_the_bits_of_the_other_transport(ranks: int, tmp_path: Path) -> None:
     on_ranks(sum_as_alltoall, ranks, tmp_path, folder=tmp_path, ranks=ranks)
 
@@ -344,6 +348,7 @@ def send_codes(rank: int, recipes: tuple[str, ...], folder: Path) -> None:
 @pytest.mark.parametrize(
     "recipes", [("fp8_block",), pytest.param(("mxfp8", "fp8_rowwise"), marks=pytest.mark.rest)], ids=["block", "others"]
 )
+@pytest.mark.slow
 def test_codes_that_are_sent_have_the_bits_of_values(recipes: tuple[str, ...], tmp_path: Path) -> None:
     on_ranks(send_codes, recipes, tmp_path, folder=tmp_path)
 

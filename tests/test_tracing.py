@@ -158,6 +158,7 @@ INSTANCES: dict[str, Callable[[], list[Sequential]]] = {
 
 @pytest.mark.parametrize("how", ["alone", "in a module", "one function"])
 @pytest.mark.parametrize("name", INSTANCES)
+@pytest.mark.slow
 def test_models_alike_are_compiled_each_for_itself(name, how):
     """By regional compilation, say: none runs with the settings, the recipe, the states or the hooks of another."""
     eager: list[Any] = INSTANCES[name]()
@@ -270,6 +271,7 @@ def test_another_recipe_is_compiled_anew_and_a_known_one_is_not():
         assert counter.frame_count == graphs, recipe
 
 
+@pytest.mark.slow
 def test_an_autocast_within_the_compiled_function_decides():
     layer = dense()
 
@@ -356,6 +358,7 @@ def test_a_recipe_that_is_no_dataclass_is_refused_where_it_is_made_within_the_co
 
 
 @pytest.mark.parametrize("where", ["around", pytest.param("within", marks=MADE_WHILE_TRACED)])
+@pytest.mark.slow
 def test_recipes_of_one_hash_are_compiled_apart(where: str) -> None:
     """Python gives -1 and -2 the same hash."""
     layer = dense()
@@ -428,6 +431,7 @@ CHANGES_WITHIN: dict[str, Callable[[Sequential], Any]] = {
         for name in CHANGES_WITHIN
     ],
 )
+@pytest.mark.slow
 def test_what_is_changed_within_the_compiled_function_before_the_call_runs_or_is_refused(change: str) -> None:
     """torch applies changes when it has traced the call, which ran with the settings of before."""
     layer = Sequential(ops.RMSNorm(H), ops.Linear(H, H), ops.ReLU(), ops.Dropout(0.5))
@@ -583,6 +587,7 @@ def broken() -> dict[str, Callable[[], tuple[torch.nn.Module, Callable[[torch.nn
 
 
 @pytest.mark.parametrize("case", broken())
+@pytest.mark.slow
 def test_a_broken_graph_keeps_the_recipe_of_an_autocast_that_is_traced(case):
     first, call = broken()[case]()
     second, x = Sequential(ops.Linear(H, H), ops.GELU()), torch.randn(24, H)

@@ -72,6 +72,7 @@ def runs(tmp_path_factory):
     return reports
 
 
+@pytest.mark.slow
 def test_every_recipe_gives_the_same_bits_on_the_cpu(runs):
     assert runs["with"]["steps"] == runs["without"]["steps"] and len(runs["with"]["steps"]) == 7
 
