@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bench.case import PASSES, TimedPass
 from bench.language_model import LANGUAGE_MODELS, NUM_BYTES, LanguageModel, LanguageModelConfig
-from bench.models import EXPERT_SHAPES, TINY_SHAPES, ExpertShape
+from bench.models import SHAPES, ExpertShape
 from bench.results import add_json_argument, write_results
 from bench.schedule import BASELINE, known_recipes, numerics, recipe_named
 from bench.table import print_table
@@ -122,7 +122,7 @@ def measure(model: str, recipe: str, *, device: str, backend: str, rounds: int) 
     if model in LANGUAGE_MODELS:
         steps = model_steps(LANGUAGE_MODELS[model], recipe, device, compiled)
     else:
-        steps = layer_steps((EXPERT_SHAPES | TINY_SHAPES)[model], recipe, device, compiled)
+        steps = layer_steps(SHAPES[model], recipe, device, compiled)
     return CompileFigures(model, recipe, **time_interleaved(steps, rounds=rounds, device=device))
 
 
@@ -144,11 +144,12 @@ def main(arguments: argparse.Namespace) -> int:
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     require_device(device)
     models, recipes = (arguments.models or MODELS[device]).split(","), arguments.recipes.split(",")
-    known = [*LANGUAGE_MODELS, *EXPERT_SHAPES, *TINY_SHAPES]
-    for option, names, of in (("--models", models, known), ("--recipes", recipes, known_recipes())):
-        for name in names:
-            if name not in of:
-                raise UsageError(f"{option} {name} is not known. Take {', '.join(of)}.")
+    for name in models:
+        if name not in LANGUAGE_MODELS and name not in SHAPES:
+            raise UsageError(f"--models {name} is not known. Take {', '.join(LANGUAGE_MODELS)}, {SHAPES.choices}.")
+    for name in recipes:
+        if name not in known_recipes():
+            raise UsageError(f"--recipes {name} is not known. Take {', '.join(known_recipes())}.")
     require_positive(arguments, "rounds")
     found = []
     for model in models:

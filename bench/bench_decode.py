@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bench.case import DTYPE
-from bench.models import EXPERT_SHAPES, TINY_SHAPES, ExpertShape
+from bench.models import SHAPES, ExpertShape
 from bench.results import add_json_argument, write_results
 from bench.table import print_table
 from bench.timing import Timing, time_interleaved
@@ -44,7 +44,6 @@ from ops.kernels.grouped_gemm.measured_tiles import (
 from recipes.tensors.splits import Splits
 from recipes.triton.gates import triton
 
-MODELS = EXPERT_SHAPES | TINY_SHAPES
 DEFAULTS = {"cuda": "qwen3-30b-a3b,olmoe-1b-7b,deepseek-v3-ep8", "cpu": "tiny-qwen3-30b-a3b"}
 CALLS = 8  # of a graph, with other experts each
 COPIED_BYTES = 2**29
@@ -259,8 +258,8 @@ def main(arguments: argparse.Namespace) -> int:
     require_positive(arguments, "rounds")
     models = (arguments.models or DEFAULTS[device]).split(",")
     for model in models:
-        if model not in MODELS:
-            raise UsageError(f"--models {model} is not known. Take some of {', '.join(MODELS)}.")
+        if model not in SHAPES:
+            raise UsageError(f"--models {model} is not known. Take some of {SHAPES.choices}.")
     tokens = arguments.tokens.split(",")
     if not all(number.isdecimal() and int(number) for number in tokens):
         raise UsageError(f"--tokens {arguments.tokens} must be numbers above 0, by commas.")
@@ -268,12 +267,12 @@ def main(arguments: argparse.Namespace) -> int:
     found: list[DecodeFigures] = []
     wrong = []
     for model in models:
-        layer = make_layer(MODELS[model], device)
+        layer = make_layer(SHAPES[model], device)
         for number in map(int, tokens):
             if end is not None and time.monotonic() > end:
                 print(f"no time was left for {model}, {number} tokens", flush=True)
                 continue
-            case = make_case(MODELS[model], layer, number, device)
+            case = make_case(SHAPES[model], layer, number, device)
             differ = differing(case)
             if differ:
                 wrong.append(f"{model}, {number} tokens: the bits of {' and '.join(differ)} are not those of training")

@@ -21,7 +21,7 @@ from torch import Tensor
 from bench.case import Call, TimedPass
 from bench.device_events import device_events
 from bench.grouped_case import GroupedCase, expert_mlp
-from bench.models import EXPERT_SHAPES, TINY_SHAPES
+from bench.models import SHAPES
 from bench.results import add_json_argument, write_results
 from bench.schedule import BASELINE, known_recipes, recipe_named
 from bench.table import print_table
@@ -106,7 +106,7 @@ def _make_step(call: Call, inputs: Sequence[Tensor], dy: Tensor) -> TimedPass:
 def measure_graphs(label: str, model: str, *, rounds: int) -> Iterator[GraphFigures]:
     """Measure each number of tokens in `TOKENS`, on the GPU."""
     for tokens in TOKENS:
-        case = expert_mlp((EXPERT_SHAPES | TINY_SHAPES)[model], device="cuda", tokens=tokens)
+        case = expert_mlp(SHAPES[model], device="cuda", tokens=tokens)
         steps = make_steps(label, case)
         times = time_interleaved(steps, rounds=rounds, device="cuda")
         yield GraphFigures(label, tokens, times["eager"], times["replay"], kernel_seconds(steps["eager"]))
@@ -130,16 +130,15 @@ def main(arguments: argparse.Namespace) -> int:
     require_device(arguments.device)
     require_positive(arguments, "rounds")
     model = arguments.model or MODELS[arguments.device]
-    shapes = EXPERT_SHAPES | TINY_SHAPES
-    if model not in shapes:
-        raise UsageError(f"--model {model} is not known. Take one of {', '.join(shapes)}.")
+    if model not in SHAPES:
+        raise UsageError(f"--model {model} is not known. Take one of {SHAPES.choices}.")
     labels = arguments.recipes.split(",")
     for label in labels:
         if label not in known_recipes():
             raise UsageError(f"--recipes {label} is not known. Take {', '.join(known_recipes())}.")
     if arguments.device == "cpu":
         for label in labels:
-            make_steps(label, expert_mlp(shapes[model], tokens=TOKENS[0]))
+            make_steps(label, expert_mlp(SHAPES[model], tokens=TOKENS[0]))
         print(f"{model}: replays of {', '.join(labels)} have the bits of eager steps, also with other split sizes.")
         print("A CPU has no CUDA graphs to show: a replay runs the module again. Take --device cuda.")
         return 0

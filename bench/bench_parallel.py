@@ -44,7 +44,7 @@ from bench.case import PASSES, TimedPass, make_step
 from bench.environment import gpu_state
 from bench.exchange import Transfers
 from bench.link import LinkRates, link_figures, link_line, measure_link, why_no_link
-from bench.models import EXPERT_SHAPES, TINY_SHAPES, ExpertShape
+from bench.models import SHAPES, ExpertShape
 from bench.parallel_report import Measured, figures, show, target_figures
 from bench.parallel_ways import ALLTOALL, CAPTURED, HAND, ONE, PARTIAL_SUMS, SYMMETRIC, TORCH, Way, make_ways
 from bench.ranks import is_rank, joined, launch, of_slowest, require_gpus, say
@@ -56,7 +56,6 @@ from bench.timing import time_interleaved
 from bench.usage import UsageError, require_device, require_positive
 from bench.whole_layer import LayerCase, route, whole_layer
 
-MODELS = {**EXPERT_SHAPES, **TINY_SHAPES}
 DEFAULTS = {
     "cuda": "qwen3-30b-a3b,mixtral-8x7b,deepseek-v3",
     "cpu": "tiny-qwen3-30b-a3b,tiny-mixtral-8x7b",
@@ -84,7 +83,7 @@ def measure(
     capacity: as for `rows_of_capacity`; "symmetric" is measured if it is given
     rates: of the link, to compare the transfer kernels of "symmetric" with. Without, these are not profiled
     """
-    shape = MODELS[model]
+    shape = SHAPES[model]
     case = _case_of_rank(shape, device, tokens)
     own = _own_experts(shape.num_experts)
     mine = [nn.Parameter(weight.detach()[own]) for weight in case.weights[1:]]
@@ -351,7 +350,7 @@ def _check(ranks: int, models: list[str], partial_sums: list[str], recipes: list
         if name not in known:
             raise UsageError(f"--recipes {name} is unknown. Take {', '.join(known)}, or several by commas.")
     for model in models:
-        if model not in MODELS:
-            raise UsageError(f"--models {model} is unknown. Take {', '.join(MODELS)}, or several by commas.")
-        if MODELS[model].num_experts % ranks:
-            raise UsageError(f"--ranks is {ranks}, but must divide the {MODELS[model].num_experts} experts of {model}.")
+        if model not in SHAPES:
+            raise UsageError(f"--models {model} is unknown. Take some of {SHAPES.choices}, by commas.")
+        if SHAPES[model].num_experts % ranks:
+            raise UsageError(f"--ranks is {ranks}, but must divide the {SHAPES[model].num_experts} experts of {model}.")

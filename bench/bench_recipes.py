@@ -29,7 +29,7 @@ import fuser
 from bench.case import DTYPE, PASSES, Call, Case, TimedPass
 from bench.grouped_case import GroupedCase, expert_mlp
 from bench.memory import peak_bytes, saved_bytes, saved_tensors
-from bench.models import EXPERT_SHAPES, TINY_SHAPES
+from bench.models import EXPERT_SHAPES, SHAPES
 from bench.plots import why_no_plots
 from bench.products import PRODUCTS, grouped_products
 from bench.recipe_report import Counts, Outcome, draw_recipes, figures, show_recipes, write_csv
@@ -45,7 +45,6 @@ from fuser import constant_weights, to_quantized
 from recipes import Role
 from recipes.tensors.quantized_handle import held_tensors
 
-MODELS = {**EXPERT_SHAPES, **TINY_SHAPES}
 DEFAULT_MODELS = {"cuda": "qwen3-30b-a3b", "cpu": "tiny-qwen3-30b-a3b"}
 WEIGHTS_EVERY = 8
 HOST = "host"
@@ -220,8 +219,8 @@ def _counted(step: TimedPass) -> Counts:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
-        help=f"of {', '.join(EXPERT_SHAPES)}; each also as tiny-NAME for a CPU "
-        f"(default: {DEFAULT_MODELS['cuda']}, on the CPU {DEFAULT_MODELS['cpu']})",
+        help=f"of {', '.join(EXPERT_SHAPES)}; each also as tiny-NAME for a CPU; or a shape of your own, "
+        f"EXPERTSxHIDDENxWIDTHxTOPK (default: {DEFAULT_MODELS['cuda']}, on the CPU {DEFAULT_MODELS['cpu']})",
     )
     parser.add_argument(
         "--recipes",
@@ -256,13 +255,13 @@ def main(arguments: argparse.Namespace) -> int:
     require_device(arguments.device)
     labels = _labels(arguments.recipes)
     model = arguments.model or DEFAULT_MODELS[arguments.device]
-    if model not in MODELS:
-        raise UsageError(f"--model {model} is unknown. Take {', '.join(EXPERT_SHAPES)}, or tiny- before one of these.")
+    if model not in SHAPES:
+        raise UsageError(f"--model {model} is unknown. Take {SHAPES.choices}.")
     require_positive(arguments, "tokens", "steps", "weights-every")
     if arguments.plot and (missing := why_no_plots()):
         raise UsageError(f"--plot: {missing}")
 
-    shape = MODELS[model]
+    shape = SHAPES[model]
     data = {"device": arguments.device, "tokens": arguments.tokens, "routing": arguments.routing}
     if arguments.layer and arguments.routing == "uniform":
         raise UsageError("--layer routes by its own Router, not --routing uniform. Take random or skewed.")

@@ -31,7 +31,7 @@ from bench.case import PASSES, Call
 from bench.environment import gpu_state
 from bench.grouped_case import GroupedCase, expert_mlp
 from bench.limit import limit_products, of_pass, products_sqnr, run_products
-from bench.models import EXPERT_SHAPES, TINY_SHAPES, ExpertShape
+from bench.models import SHAPES, ExpertShape, Shapes
 from bench.peers import PEER_FLOOR, PEERS, Peer, why_no_peer
 from bench.plots import why_no_plots
 from bench.results import add_json_argument, write_results
@@ -60,7 +60,7 @@ from bench.whole_layer import LayerCase, whole_layer
 
 Run = Callable[[], object]
 
-MODELS = {"cpu": ExpertShape(512, 512, 8, 2, tokens=1024), **EXPERT_SHAPES, **TINY_SHAPES}
+MODELS = Shapes({"cpu": ExpertShape(512, 512, 8, 2, tokens=1024), **SHAPES})
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # The SQNR in dB that "y" must reach; fp32 measures 130 and more.
 FLOORS = {"bf16": HIGH_PRECISION_FLOOR, "fp32": 100.0}
@@ -410,5 +410,6 @@ def _listed(arguments: argparse.Namespace, name: str, device: str) -> list[str]:
         if name == "tokens" and value != "model" and not (value.isdecimal() and int(value)):
             raise UsageError(f"--tokens {value} is no number of tokens. Take `model`, or numbers above 0, by commas.")
         if name in KNOWN and value not in KNOWN[name]:
-            raise UsageError(f"--{name} {value} is unknown. Take {', '.join(KNOWN[name])}, or several by commas.")
+            choices = MODELS.choices if name == "models" else ", ".join(KNOWN[name])
+            raise UsageError(f"--{name} {value} is unknown. Take {choices}, or several by commas.")
     return values

@@ -4,6 +4,7 @@ H hidden size, F expert width (of gate and up each), E experts on this device, K
 R = tokens * K rows. Sources: the published configurations (`config.json` on each model's page).
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -102,6 +103,37 @@ EXPERT_SHAPES = {
     ),
 }
 TINY_SHAPES = {f"tiny-{name}": shape.tiny() for name, shape in EXPERT_SHAPES.items()}
+
+_OWN_SHAPE = re.compile("x".join(["([1-9][0-9]{0,6})"] * 4))
+
+
+class Shapes(dict[str, ExpertShape]):
+    """Shapes by name, and those of one's own by EXPERTSxHIDDENxWIDTHxTOPK: 64x2048x1408x6 has 64 experts of hidden size
+    2048 and width 1408, of which a token takes 6."""
+
+    def __missing__(self, name: str) -> ExpertShape:
+        shape = _own_shape(name)
+        if shape is None:
+            raise KeyError(name)
+        return shape
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or _own_shape(name) is not None
+
+    @property
+    def choices(self) -> str:
+        return f"{', '.join(self)}, or a shape of your own: EXPERTSxHIDDENxWIDTHxTOPK, such as 64x2048x1408x6"
+
+
+def _own_shape(name: object) -> ExpertShape | None:
+    found = _OWN_SHAPE.fullmatch(name) if isinstance(name, str) else None
+    if found is None:
+        return None
+    experts, hidden, width, topk = map(int, found.groups())
+    return ExpertShape(hidden, width, experts, topk) if topk <= experts else None
+
+
+SHAPES = Shapes(EXPERT_SHAPES | TINY_SHAPES)
 
 
 def expert_operations(

@@ -18,7 +18,7 @@ import torch
 
 from bench.case import PASSES
 from bench.grouped_case import expert_mlp
-from bench.models import EXPERT_SHAPES, TINY_SHAPES
+from bench.models import SHAPES
 from bench.schedule import BASELINE
 from bench.timing import time_interleaved
 
@@ -48,7 +48,7 @@ def first_and_later_step(model: str, device: str) -> tuple[float, float]:
     """Seconds of the first step in this process, and of the second."""
     given = torch.ones(1, requires_grad=True)
     torch.autograd.grad(2 * given, given, torch.ones(1))
-    case = expert_mlp((EXPERT_SHAPES | TINY_SHAPES)[model], device=device)
+    case = expert_mlp(SHAPES[model], device=device)
     step = {"step": case.step(case.ours(BASELINE), PASSES[-1])}
     first, later = (time_interleaved(step, rounds=1, warmup=0, device=device)["step"].median for _ in range(2))
     return first, later

@@ -20,6 +20,7 @@ from bench.case import PASSES
 from bench.device_events import DeviceEvent, seconds_of_steps
 from bench.exchange import Transfers
 from bench.link import BLOCK, LinkRates, copy, link_figures, link_line
+from bench.models import SHAPES
 from bench.parallel_report import Measured, figures, show, target_figures, targets
 from bench.parallel_ways import CAPTURED, HAND, ONE, OURS, OVERLAP, OVERLAPPED, PARTIAL_SUMS, SYMMETRIC, TORCH
 from bench.symmetric_transfers import BARRIER_KERNEL, bytes_over_link, slowest
@@ -53,7 +54,7 @@ def measure_on_a_rank(rank: int) -> None:
     ours, hand = (next(one for one in found if one.way == way) for way in (OURS, HAND))
     assert ours.sqnr["y"] == float("inf"), "the unsharded layer's bits"
     # each token has both experts, of which the other rank owns one: a row there, and one back
-    row = 2 * bench_parallel.MODELS[MODEL].hidden
+    row = 2 * SHAPES[MODEL].hidden
     assert 2 * TOKENS * row < hand.bytes_sent < 2 * TOKENS * row + TOKENS * 64
 
 
@@ -61,7 +62,7 @@ def count_what_partial_sums_send(rank: int) -> None:
     """All 8 experts on 2 ranks: of each token 4 rows come back from the other, or 1, or 1 in float32."""
     model = "tiny-qwen3-30b-a3b"
     measured = measure(model, "cpu", TOKENS, 1, tuple(PARTIAL_SUMS.values()))
-    row = 2 * bench_parallel.MODELS[model].hidden
+    row = 2 * SHAPES[model].hidden
     for passes, transfers in zip(PASSES, (1, 2), strict=True):  # in backward the gradients of the rows
         found = {one.way: one.bytes_sent for one in measured if one.passes == passes}
         assert list(found)[-2:] == list(PARTIAL_SUMS)
@@ -136,7 +137,7 @@ def measure_symmetric(rank: int, folder: Path) -> None:
     profiled = patch("bench.symmetric_transfers.device_events", launched)
     with quietly(), symmetric_on_cpu(folder), profiled, patch.object(bench_parallel, "WARMUP", 0):
         found = measure(MODEL, "cpu", tokens, 1, ("rounded",), ("mxfp8",), capacity="1.5x", rates=RATES)
-    row = 2 * bench_parallel.MODELS[MODEL].hidden
+    row = 2 * SHAPES[MODEL].hidden
     for passes, sent in zip(PASSES, (2 * tokens * row + 16 * tokens, 4 * tokens * row + 20 * tokens), strict=True):
         ways = {one.way: one for one in found if one.passes == passes}
         assert [use.name for use in ways[f"{SYMMETRIC}, {sums}"].symmetric.kernels][:2] == [

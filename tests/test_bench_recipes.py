@@ -24,7 +24,7 @@ from bench.case import PASSES
 from bench.controls import CONTROLS, make_control
 from bench.grouped_case import expert_linear, expert_mlp
 from bench.memory import peak_bytes, saved_bytes
-from bench.models import EXPERT_SHAPES, TINY_FACTOR, TINY_SHAPES, ExpertShape
+from bench.models import EXPERT_SHAPES, SHAPES, TINY_FACTOR, TINY_SHAPES, ExpertShape
 from bench.products import PRODUCTS, grouped_products
 from bench.recipe_report import Outcome, draw_recipes
 from bench.schedule import known_recipes, recipe_named
@@ -312,6 +312,19 @@ def test_tiny_shapes_are_the_models_scaled_down(name):
         assert 0 <= getattr(tiny, width) - getattr(shape, width) / TINY_FACTOR < 32
     assert tiny.num_experts == max(2, shape.num_experts // TINY_FACTOR) and tiny.topk <= tiny.num_experts
     assert str(TINY_FACTOR) in tiny.note
+
+
+def test_a_shape_of_ones_own_is_named_by_its_numbers(tmp_path):
+    path = tmp_path / "own.json"
+    arguments = ["--model", "6x96x64x2", "--tokens", "16", "--recipes", "fp8_current", "--steps", "1", "--no-peers"]
+    assert main(["recipes", *arguments, "--json", str(path)]) == 0
+    record = json.loads(path.read_text())
+    assert record["model"] == "6x96x64x2" and record["rows"] == 32
+    assert SHAPES["6x96x64x2"] == ExpertShape(hidden=96, intermediate=64, num_experts=6, topk=2)
+    for name in ("6x96x64", "6x96x64x7", "0x96x64x1", "6x96x64x2x1", "x", 6):  # 7 of 6 experts
+        assert name not in SHAPES
+        with pytest.raises(KeyError):
+            SHAPES[name]
 
 
 def test_casts_are_counted_where_the_library_counts_them(monkeypatch):
