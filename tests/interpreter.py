@@ -1,5 +1,8 @@
 """Triton's interpreter without what it does again and what it does in vain, which is more than half of its time.
 
+Since Triton 3.9 it refuses masks that it has made int32 itself, such as (a < n) & (b >= 0) of a vector and a scalar;
+here they are made bool again.
+
 the language   Whenever a kernel is launched, and whenever that calls a function with `@triton.jit`, it lists all
                members of the modules of `triton.language` and replaces those that it has functions of its own
                for. Here they are listed once a process, and replaced once a launch.
@@ -23,6 +26,21 @@ def quicken() -> None:
     interpreter._get_np_dtype = _kept(interpreter._get_np_dtype)
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
+    for name, position in (("create_masked_load", 1), ("create_masked_store", 2), ("create_atomic_rmw", 3)):
+        setattr(builder, name, _with_mask_of_bool(getattr(builder, name), position))
+
+
+def _with_mask_of_bool(method: Callable[..., Any], position: int) -> Callable[..., Any]:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        mask = args[position]
+        return method(
+            *args[:position],
+            interpreter.TensorHandle(mask.data.astype(bool), mask.dtype),
+            *args[position + 1 :],
+            **kwargs,
+        )
+
+    return called
 
 
 class Replaced:

@@ -12,7 +12,7 @@ only where `recipes.triton.gates.why_no_gluon` says None.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from recipes.casts.boxes_gluon import BOX_LAYOUT, WORDS_LAYOUT
 from recipes.casts.cast_float8_triton import scale_of_amax
@@ -24,8 +24,9 @@ from recipes.casts.float8_tiles_gluon import (
     tile_of_rows,
     write_codes,
 )
-from recipes.triton.barriers_gluon import barrier, invalidate
+from recipes.triton.barriers_gluon import invalidate
 from recipes.triton.meeting import amax_of_all, arrive, meeting_of
+from recipes.triton.names_gluon import barrier, reinterpret, tma_load
 
 _ROWS, _WIDTH, _PARTS = gl.constexpr(64), gl.constexpr(128), gl.constexpr(2)
 _PADDING = gl.constexpr(32)  # `PADDING` of cast_float8_triton
@@ -71,7 +72,7 @@ def fetch(x, boxes, ready, part, first, first_column):
     fence_async_shared()
     barrier()
     mbarrier.expect(ready.index(part), _ROWS * _WIDTH * 2)
-    tma.async_copy_global_to_shared(
+    tma_load(
         x, [first.to(gl.int32), first_column + part * _WIDTH], ready.index(part), boxes.index(part)
     )  # fmt: skip
 
@@ -155,8 +156,8 @@ def cast_float8_gluon_kernel(
     tiles = gl.cdiv(gl.maximum(size, padded), _ROWS) * column_blocks
     if (worker < workers) & (worker < tiles):
         boxes, ready = empty_boxes()
-        words = boxes._reinterpret(gl.uint32, [_PARTS * 4, 32, 32], WORDS_LAYOUT)
-        parts = boxes._reinterpret(gl.uint32, [_PARTS, 128, 32], WORDS_LAYOUT)
+        words = reinterpret(boxes, gl.uint32, [_PARTS * 4, 32, 32], WORDS_LAYOUT)
+        parts = reinterpret(boxes, gl.uint32, [_PARTS, 128, 32], WORDS_LAYOUT)
         rows = gl.where(active, size, 0)  # that are read
         row = worker // column_blocks * _ROWS
         loaded = gl.maximum(gl.minimum(rows - row, _ROWS), 0)

@@ -20,7 +20,8 @@ from recipes.casts.float8_vectors_gluon import (
     scales_of_rows,
     store_scales_of_empty,
 )
-from recipes.triton.barriers_gluon import barrier, invalidate
+from recipes.triton.barriers_gluon import invalidate
+from recipes.triton.names_gluon import barrier, reinterpret
 
 _WIDTH, _PARTS = gl.constexpr(128), gl.constexpr(2)
 
@@ -51,7 +52,7 @@ def cast_float8_vectors_gluon_kernel(
             for part in gl.static_range(_PARTS):
                 mbarrier.wait(ready.index(part), 0)
         meets = (loaded > 0) & (size <= most)
-        words = boxes._reinterpret(gl.uint32, [_PARTS * 4, 32, 32], WORDS_LAYOUT)
+        words = reinterpret(boxes, gl.uint32, [_PARTS * 4, 32, 32], WORDS_LAYOUT)
         of_words: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
         lane = gl.arange(0, 32, gl.SliceLayout(1, of_words))
         for i in range(2):
@@ -68,7 +69,7 @@ def cast_float8_vectors_gluon_kernel(
             if row_codes_ptr is not None:
                 raise_amaxes_of_rows(row_amax_ptr + first + 32 * i, peak, lane, meets & is_there)
         barrier()
-        tiles = boxes._reinterpret(gl.uint32, [_PARTS, 128, 32], WORDS_LAYOUT)
+        tiles = reinterpret(boxes, gl.uint32, [_PARTS, 128, 32], WORDS_LAYOUT)
         of_group = group.to(gl.int64) * COLUMNS
         if meets:
             if column_codes_ptr is not None:

@@ -19,7 +19,7 @@ What is computed is in `nvfp4_blocks_triton`, whose functions are compiled as Gl
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from recipes.casts.boxes_gluon import BOX_LAYOUT, STORE_COLUMNS, STORE_FOUR, WORDS_LAYOUT, in_eight, in_sixteen
 from recipes.casts.cast_nvfp4_triton import first_block_of, place_of, store
@@ -36,8 +36,9 @@ from recipes.casts.nvfp4_blocks_triton import (
     rounded_hadamard,
     signs_of_pairs,
 )
-from recipes.triton.barriers_gluon import barrier, invalidate
+from recipes.triton.barriers_gluon import invalidate
 from recipes.triton.gates import triton
+from recipes.triton.names_gluon import barrier, reinterpret, tma_load
 from recipes.triton.rounding import unpack_pairs
 
 STORE_SCALES = gl.constexpr("""{
@@ -281,10 +282,10 @@ def write_tile(
     of_words: gl.constexpr = gl.BlockedLayout([16, 1], [1, 32], [W, 1], [1, 0])
     of_pairs: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [W, 1], [1, 0])
     of_two: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 32, 1], [W, 1, 1], [2, 1, 0])
-    words = boxes._reinterpret(gl.uint32, [4, 16 * W, 32], WORDS_LAYOUT)
+    words = reinterpret(boxes, gl.uint32, [4, 16 * W, 32], WORDS_LAYOUT)
     # The columns' codes of a box, in the first quarter of it. To Triton both are the same memory, so it synchronizes
     # all threads after they read x and before these are written, and again before they read on.
-    waiting = boxes._reinterpret(gl.int64, [16, W, 32, 2], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    waiting = reinterpret(boxes, gl.int64, [16, W, 32, 2], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     # Of each block of rows a byte, the last one highest.
     row_scales = gl.full([16 * W, 4], 0, gl.uint32, of_blocks)
     scales0 = gl.full([W, 32], 0, gl.uint32, of_pairs)
@@ -387,7 +388,7 @@ def cast_nvfp4_gluon_kernel(
         )  # fmt: skip
         boxes = gl.allocate_shared_memory(gl.bfloat16, [4, 16, C], BOX_LAYOUT)
         table = gl.allocate_shared_memory(gl.int32, [4, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-        entries = table._reinterpret(gl.int32, [4, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        entries = reinterpret(table, gl.int32, [4, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
         mbarrier.init(ready.index(0), count=1)
         fence_async_shared()
@@ -404,7 +405,7 @@ def cast_nvfp4_gluon_kernel(
                 groups, firsts = gl.where(block == b, place[0], groups), gl.where(block == b, of_x, firsts)
                 counts, heights = gl.where(block == b, place[3], counts), gl.where(block == b, place[4], heights)
                 rows = gl.where(block == b, place[1], rows)
-            tma.async_copy_global_to_shared(x, [of_x, column], ready.index(0), boxes.index(b))
+            tma_load(x, [of_x, column], ready.index(0), boxes.index(b))
         row_amaxes = amaxes_of(row_amax_ptr, groups, num_groups)
         column_amaxes = amaxes_of(column_amax_ptr, groups, num_groups)
         is_other = (is_ordinary(row_amaxes) & is_ordinary(column_amaxes)) ^ True
@@ -423,7 +424,7 @@ def cast_nvfp4_gluon_kernel(
         barrier()
         mbarrier.wait(ready.index(0), 0)
         if not is_whole:  # no rows but those that count
-            words = boxes._reinterpret(gl.uint32, [4, 16 * W, 32], WORDS_LAYOUT)
+            words = reinterpret(boxes, gl.uint32, [4, 16 * W, 32], WORDS_LAYOUT)
             of_words: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [W, 1], [1, 0])
             lane = gl.expand_dims(gl.arange(0, 16 * W, gl.SliceLayout(1, of_words)), 1) % 16
             for i in range(4):

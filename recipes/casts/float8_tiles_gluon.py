@@ -17,6 +17,7 @@ from recipes.casts.cast_float8_triton import scale_of_amax
 from recipes.casts.cast_nvfp4_triton import split_in_four
 from recipes.casts.float8_elements_triton import float8_words, transposed_bytes
 from recipes.triton.meeting import known_amax, meeting_of
+from recipes.triton.names_gluon import reinterpret
 from recipes.triton.rounding import unpack_pairs
 
 _ROWS = gl.constexpr(64)
@@ -176,7 +177,7 @@ def load_factors(factors, scales_ptr, first, height):
         ROWS: gl.constexpr = factors.shape[0] * factors.shape[1]
         row = gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         found = gl.load(scales_ptr + first + row, mask=row < height, other=0).to(gl.float32)
-        factors._reinterpret(gl.float32, [ROWS], PLAIN_LAYOUT).store(found)
+        reinterpret(factors, gl.float32, [ROWS], PLAIN_LAYOUT).store(found)
 
 
 @gluon.jit

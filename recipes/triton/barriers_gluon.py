@@ -1,4 +1,4 @@
-"""Barriers of kernels in Gluon: of a program's threads, and of copies into its shared memory.
+"""Barriers of copies into the shared memory of a program, of kernels in Gluon.
 
 The memory of barriers of copies must be theirs to the kernel's end: PTX allows no other use of it before they are
 invalidated. Where the compiler, for which they were dead once all were waited for, had put scales there, 0.6 % of the
@@ -11,8 +11,6 @@ Import this only where `recipes.triton.gates.why_no_gluon` says None.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name since Triton 3.7, and before
 
 
 @gluon.jit

@@ -36,7 +36,7 @@ __all__ = [
 # Triton reads TRITON_INTERPRET when a kernel is defined; this is its own answer, so the two cannot disagree.
 INTERPRET = tl.constexpr(knobs.runtime.interpret if knobs else False)
 
-_SUPPORTED = ("3.6.", "3.7.", "3.8.")
+_SUPPORTED = ("3.6.", "3.7.", "3.8.", "3.9.")
 
 
 def why_not_this_release() -> str | None:

@@ -12,7 +12,7 @@ None.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from recipes.casts.boxes_gluon import BOX_LAYOUT, PLAIN_LAYOUT, WORDS_LAYOUT
 from recipes.casts.cast_float8_triton import scale_of_amax
@@ -24,8 +24,9 @@ from recipes.casts.float8_tiles_gluon import (
     store_inverses,
     write_codes,
 )
-from recipes.triton.barriers_gluon import barrier, invalidate
+from recipes.triton.barriers_gluon import invalidate
 from recipes.triton.meeting import amax_of_all, arrive, meeting_of
+from recipes.triton.names_gluon import barrier, reinterpret, tma_load
 from recipes.triton.rounding import bfloat16_pairs, unpack_pairs
 
 _ROWS, _WIDTH = gl.constexpr(64), gl.constexpr(128)
@@ -41,8 +42,8 @@ def _fetch(h, gate, linear, ready, first, first_column, COLUMNS):
     for i in gl.static_range(2):
         column = first_column + 64 * i
         mbarrier.expect(ready.index(i), 2 * 64 * 64 * 2)
-        tma.async_copy_global_to_shared(h, [row, column], ready.index(i), gate.index(i))
-        tma.async_copy_global_to_shared(h, [row, COLUMNS + column], ready.index(i), linear.index(i))
+        tma_load(h, [row, column], ready.index(i), gate.index(i))
+        tma_load(h, [row, COLUMNS + column], ready.index(i), linear.index(i))
 
 
 @gluon.jit
@@ -93,9 +94,9 @@ def activation_gluon_kernel(
         for half in gl.static_range(2):
             mbarrier.init(ready.index(half), count=1)
         factors = gl.allocate_shared_memory(gl.float32, [4, 16], PLAIN_LAYOUT)
-        gates = gate._reinterpret(gl.uint32, [8, 16, 32], WORDS_LAYOUT)
-        linears = linear._reinterpret(gl.uint32, [8, 16, 32], WORDS_LAYOUT)
-        act = gate._reinterpret(gl.uint32, [1, 128, 32], WORDS_LAYOUT).index(0)
+        gates = reinterpret(gate, gl.uint32, [8, 16, 32], WORDS_LAYOUT)
+        linears = reinterpret(linear, gl.uint32, [8, 16, 32], WORDS_LAYOUT)
+        act = reinterpret(gate, gl.uint32, [1, 128, 32], WORDS_LAYOUT).index(0)
         of_words: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
         peak = gl.full([16, 32], 0, gl.uint32, of_words)
         scale = 1.0

@@ -24,7 +24,8 @@ from recipes.casts.float8_tiles_gluon import (
     load_factors,
     store_sixteen,
 )
-from recipes.triton.barriers_gluon import barrier, invalidate
+from recipes.triton.barriers_gluon import invalidate
+from recipes.triton.names_gluon import barrier
 from recipes.triton.rounding import unpack_pairs
 
 _ROWS, _WIDTH = gl.constexpr(128), gl.constexpr(128)

@@ -20,7 +20,7 @@ Import this only where `recipes.triton.gates.why_no_gluon` says None.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from recipes.casts.boxes_gluon import BOX_LAYOUT, PLAIN_LAYOUT, WORDS_LAYOUT
 from recipes.casts.cast_float8_triton import scale_of_amax
@@ -36,8 +36,9 @@ from recipes.casts.float8_tiles_gluon import (
     write_codes,
     write_columns,
 )
-from recipes.triton.barriers_gluon import barrier, invalidate
+from recipes.triton.barriers_gluon import invalidate
 from recipes.triton.meeting import amax_of_all, arrive, meeting_of, raise_amax_at
+from recipes.triton.names_gluon import barrier, reinterpret, tma_load
 from recipes.triton.rounding import bfloat16_pairs, unpack_pairs
 
 _ROWS, _WIDTH = gl.constexpr(64), gl.constexpr(128)
@@ -69,18 +70,18 @@ def fetch(h, dact, boxes, ready, first, first_column, height, COLUMNS, COUNT: gl
         has_some = height > i // 2 * 64
         row, column = first.to(gl.int32) + i // 2 * 64, first_column + i % 2 * 64
         mbarrier.expect(ready.index(i), 3 * 64 * 64 * 2, pred=has_some)
-        tma.async_copy_global_to_shared(h, [row, column], ready.index(i), a.index(i), pred=has_some)
-        tma.async_copy_global_to_shared(h, [row, COLUMNS + column], ready.index(i), b.index(i), pred=has_some)
-        tma.async_copy_global_to_shared(dact, [row, column], ready.index(i), d.index(i), pred=has_some)
+        tma_load(h, [row, column], ready.index(i), a.index(i), pred=has_some)
+        tma_load(h, [row, COLUMNS + column], ready.index(i), b.index(i), pred=has_some)
+        tma_load(dact, [row, column], ready.index(i), d.index(i), pred=has_some)
 
 
 @gluon.jit
 def as_words(boxes, COUNT: gl.constexpr, ROWS: gl.constexpr):
     """The three as COUNT parts each of ROWS rows of words of two numbers."""
     return (
-        boxes[0]._reinterpret(gl.uint32, [COUNT, ROWS, 32], WORDS_LAYOUT),
-        boxes[1]._reinterpret(gl.uint32, [COUNT, ROWS, 32], WORDS_LAYOUT),
-        boxes[2]._reinterpret(gl.uint32, [COUNT, ROWS, 32], WORDS_LAYOUT),
+        reinterpret(boxes[0], gl.uint32, [COUNT, ROWS, 32], WORDS_LAYOUT),
+        reinterpret(boxes[1], gl.uint32, [COUNT, ROWS, 32], WORDS_LAYOUT),
+        reinterpret(boxes[2], gl.uint32, [COUNT, ROWS, 32], WORDS_LAYOUT),
     )
 
 

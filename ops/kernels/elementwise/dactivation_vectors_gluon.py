@@ -31,7 +31,8 @@ from recipes.casts.float8_vectors_gluon import (
     scales_of_rows,
     store_scales_of_empty,
 )
-from recipes.triton.barriers_gluon import barrier, invalidate
+from recipes.triton.barriers_gluon import invalidate
+from recipes.triton.names_gluon import barrier
 from recipes.triton.rounding import bfloat16_pairs, unpack_pairs
 
 _ROWS, _WIDTH = gl.constexpr(64), gl.constexpr(128)

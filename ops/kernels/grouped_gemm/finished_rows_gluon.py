@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ops.kernels.grouped_gemm.ragged_tma import ragged_indices
 from ops.kernels.grouped_gemm.stores_gluon import rounded_boxes, split_columns, store_box
+from recipes.triton.names_gluon import tma_store
 
 
 @gluon.jit
@@ -138,4 +139,4 @@ def zero_tail(out, staging, offsets_ptr, rows, num_groups, C, CONSUMER: gl.const
         fence_async_shared()
         for tile in range(CONSUMERS * gl.program_id(0) + CONSUMER, num_tiles, CONSUMERS * gl.num_programs(0)):
             z, y, at = ragged_indices(first, size, tile // num_tiles_n * HEIGHT, 1)
-            tma.async_copy_shared_to_global(out, [z, y, at, tile % num_tiles_n * WIDTH], box.reshape(out.block_shape))
+            tma_store(out, [z, y, at, tile % num_tiles_n * WIDTH], box.reshape(out.block_shape))

@@ -76,6 +76,7 @@ from ops.kernels.grouped_gemm.tile_queue_gluon import (
 from ops.kernels.grouped_gemm.tile_rules_float8 import GroupedFloat8Config
 from recipes.tensors.formats import ScaleLayout
 from recipes.triton.launch import Launch, cdiv, next_power_of_2
+from recipes.triton.names_gluon import async_load, tma_load
 
 BOXES = 2  # of a consumer, on their way to the output
 FETCHED = 4  # with what is added to
@@ -114,10 +115,10 @@ def load(dy, x, given, ranks, offsets_ptr, counter_ptr, BAND: gl.constexpr):
             barrier = full.index(stage)
             mbarrier.expect(barrier, PARTS * dy.block_type.nbytes + x.block_type.nbytes)
             x_stage = x_stages.index(stage).reshape(x.block_shape)
-            tma.async_copy_global_to_shared(x, [z, y, first_k, column], barrier, x_stage)
+            tma_load(x, [z, y, first_k, column], barrier, x_stage)
             for i in gl.static_range(PARTS):
                 dy_stage = dy_stages.index(stage * PARTS + i).reshape(dy.block_shape)
-                tma.async_copy_global_to_shared(dy, [z, y, first_n + i * HEIGHT, column], barrier, dy_stage)
+                tma_load(dy, [z, y, first_n + i * HEIGHT, column], barrier, dy_stage)
             step += 1
         turn += 1
         tile = next_tile(asked)
@@ -146,8 +147,8 @@ def load_scales(given, scales, offsets_ptr):
         of_columns = x_scale_ptr + block * K + gl.minimum(tile_k * BLOCK_N + offs_k, K - 1)
         for _ in range(gl.cdiv(size, BLOCK_K)):
             stage = wait_for_room(empty, full.shape[0], step)
-            async_copy.async_copy_global_to_shared(dy_scale_stages.index(stage), of_rows)
-            async_copy.async_copy_global_to_shared(x_scale_stages.index(stage), of_columns)
+            async_load(dy_scale_stages.index(stage), of_rows)
+            async_load(x_scale_stages.index(stage), of_columns)
             async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
             of_rows += N
             of_columns += K

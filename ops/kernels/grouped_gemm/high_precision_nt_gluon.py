@@ -64,6 +64,7 @@ from ops.kernels.grouped_gemm.tile_queue_gluon import (
 )
 from recipes.triton.gates import TensorDescriptor
 from recipes.triton.launch import Launch, cdiv, next_power_of_2
+from recipes.triton.names_gluon import tma_load, tma_store
 from recipes.triton.repeated import DESCRIPTORS
 
 DESCRIPTORS.add(GluonDescriptor)
@@ -137,7 +138,7 @@ def add_boxes(acc, dw, old, uses, place, row, column, PART: gl.constexpr):
         )  # fmt: skip
         box.store(total)
         fence_async_shared()
-        tma.async_copy_shared_to_global(dw, [place, row, column], box.reshape(dw.block_shape))
+        tma_store(dw, [place, row, column], box.reshape(dw.block_shape))
         if PART > 0:
             tma.store_wait(1)
             mbarrier.arrive(empty.index((PART - 1) % BOXES))
@@ -201,10 +202,10 @@ def load(dy, x, given, ranks, offsets_ptr, counter_ptr, BAND: gl.constexpr):
             barrier = full.index(stage)
             mbarrier.expect(barrier, 2 * dy.block_type.nbytes + x.block_type.nbytes)
             x_stage = x_stages.index(stage).reshape(x.block_shape)
-            tma.async_copy_global_to_shared(x, [z, y, row, tile_k * BLOCK_N], barrier, x_stage)
+            tma_load(x, [z, y, row, tile_k * BLOCK_N], barrier, x_stage)
             for i in gl.static_range(2):
                 dy_stage = dy_stages.index(stage * 2 + i).reshape(dy.block_shape)
-                tma.async_copy_global_to_shared(dy, [z, y, row, (tile_n * 2 + i) * HEIGHT], barrier, dy_stage)
+                tma_load(dy, [z, y, row, (tile_n * 2 + i) * HEIGHT], barrier, dy_stage)
             step += 1
         turn += 1
         tile = next_tile(asked)
@@ -234,9 +235,7 @@ def load_old_sums(
                 mbarrier.wait(empty.index(slot), (use // BOXES & 1) ^ 1)
                 mbarrier.expect(full.index(slot), dw.block_type.nbytes)
                 box = boxes.index(slot).reshape(dw.block_shape)
-                tma.async_copy_global_to_shared(
-                    dw, [place, row, tile_k * BLOCK_N + part * WIDTH], full.index(slot), box
-                )
+                tma_load(dw, [place, row, tile_k * BLOCK_N + part * WIDTH], full.index(slot), box)
                 use += 1
         turn += 1
         group, size, tile_n, tile_k = take(queue, turn)

@@ -41,6 +41,7 @@ from recipes.casts.float8_elements_triton import float8_pairs
 from recipes.casts.float8_tiles_gluon import larger_magnitude, larger_pair, store_inverses
 from recipes.casts.float8_vectors_gluon import raise_amaxes
 from recipes.triton.launch import Launch, cdiv, next_power_of_2
+from recipes.triton.names_gluon import reinterpret
 from recipes.triton.rounding import bfloat16_pairs, unpack_pairs
 
 
@@ -91,7 +92,7 @@ def staging_of(act, staging):
     EVERY: gl.constexpr = staging.dtype.primitive_bitwidth // act.dtype.primitive_bitwidth
     shape: gl.constexpr = [EVERY * staging.shape[0], act.block_shape[2], act.block_shape[3]]
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(act.block_shape[2:], act.dtype)
-    return staging._reinterpret(act.dtype, shape, layout)
+    return reinterpret(staging, act.dtype, shape, layout)
 
 
 @gluon.jit
@@ -280,7 +281,7 @@ def m_grouped_activation_gluon_kernel(
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     x_stages = gl.allocate_shared_memory(x.dtype, [CONSUMERS * STAGES, HEIGHT, BLOCK_K], x_layout)
     w_boxes = gl.allocate_shared_memory(w.dtype, [2 * STAGES, BLOCK_N // 2, BLOCK_K], w_layout)
-    w_stages = w_boxes._reinterpret(w.dtype, [STAGES, BLOCK_N, BLOCK_K], w_layout)
+    w_stages = reinterpret(w_boxes, w.dtype, [STAGES, BLOCK_N, BLOCK_K], w_layout)
     stagings = allocate_staging(act, BOXES, CONSUMERS, gl.bfloat16)
     ends = gl.allocate_shared_memory(gl.int32, [GROUPS], plain)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -69,6 +69,7 @@ from ops.kernels.grouped_gemm.tile_rules import has_fast_memory
 from ops.kernels.grouped_gemm.tile_rules_float8 import IN_ORDER_ROWS, GroupedFloat8Config
 from recipes.tensors.formats import ScaleLayout
 from recipes.triton.launch import Launch, cdiv, next_power_of_2
+from recipes.triton.names_gluon import async_load, reinterpret, tma_load
 
 HEIGHT = 64  # rows of a consumer
 BOXES = 2  # of a consumer, on their way to the output
@@ -136,12 +137,12 @@ def load(
                 at = column + i * apart
                 has_columns = GATED or i == 0 or width > HALF
                 if TRANSPOSED:
-                    tma.async_copy_global_to_shared(b, [group, at, r], barrier, b_box, pred=has_columns)
+                    tma_load(b, [group, at, r], barrier, b_box, pred=has_columns)
                 else:
-                    tma.async_copy_global_to_shared(b, [group, r, at], barrier, b_box, pred=has_columns)
+                    tma_load(b, [group, r, at], barrier, b_box, pred=has_columns)
             for i in gl.static_range(BOXES):
                 a_box = a_stages.index(stage * BOXES + i).reshape(a.block_shape)
-                tma.async_copy_global_to_shared(a, [z, y, row + i * HEIGHT, r], barrier, a_box, pred=size > i * HEIGHT)
+                tma_load(a, [z, y, row + i * HEIGHT, r], barrier, a_box, pred=size > i * HEIGHT)
             step += 1
         turn += 1
         if counter_ptr is None:
@@ -172,7 +173,7 @@ def load_scales(given, scales):
         for s in range(num_steps):
             stage = wait_for_room(empty, step)
             at = gl.where(offs < BLOCK_M, of_rows + gl.cast(s, gl.int64) * rows, of_columns + s)
-            async_copy.async_copy_global_to_shared(scale_stages.index(stage), at)
+            async_load(scale_stages.index(stage), at)
             async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
             step += 1
         turn += 1
@@ -463,7 +464,7 @@ def m_grouped_gluon_kernel(
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     a_stages = gl.allocate_shared_memory(a.dtype, [CONSUMERS * STAGES, HEIGHT, BLOCK_K], a_layout)
     b_boxes = gl.allocate_shared_memory(b.dtype, [PARTS * STAGES, b.block_shape[1], b.block_shape[2]], b_layout)
-    b_stages = b_boxes._reinterpret(b.dtype, [STAGES, B_STAGE[0], B_STAGE[1]], b_layout)
+    b_stages = reinterpret(b_boxes, b.dtype, [STAGES, B_STAGE[0], B_STAGE[1]], b_layout)
     scale_stages = gl.allocate_shared_memory(gl.float32, [STAGES, SCALES], plain)
     stagings = allocate_staging(out, BOXES, CONSUMERS)
     ends = gl.allocate_shared_memory(gl.int32, [GROUPS], plain)

@@ -10,6 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from recipes.triton.names_gluon import reinterpret, tma_store
+
 
 @gluon.jit
 def split_columns(acc):
@@ -69,9 +71,9 @@ def store_box(box, out, staging, PART: gl.constexpr, place, column, EVERY: gl.co
         stage.store(box)
     else:
         layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(box.shape, box.dtype)
-        stage._reinterpret(box.dtype, box.shape, layout).store(box)
+        reinterpret(stage, box.dtype, box.shape, layout).store(box)
     fence_async_shared()
-    tma.async_copy_shared_to_global(out, place + (column,), stage.reshape(out.block_shape))  # noqa: RUF005
+    tma_store(out, place + (column,), stage.reshape(out.block_shape))  # noqa: RUF005
 
 
 @gluon.jit

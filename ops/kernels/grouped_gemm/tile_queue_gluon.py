@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ops.kernels.grouped_gemm.persistent_schedule import tile_in_even_bands
+from recipes.triton.names_gluon import reinterpret
 
 SLOTS = gl.constexpr(8)
 
@@ -97,7 +98,7 @@ def _mixed(size_g, mask_g, larger, rows, all_rows, num_groups, ranks):
     smaller = gl.where(is_large, share, num_groups - 1) - larger
     key = (2 * smaller + 1 - is_large.to(gl.int32)) * GROUPS + larger  # of each group another one
     ranks.store(gl.where(mask_g, key, 0x7FFFFFFF))
-    keys = ranks._reinterpret(gl.int32, [GROUPS // 32, 32], ranks.layout)
+    keys = reinterpret(ranks, gl.int32, [GROUPS // 32, 32], ranks.layout)
     key_g = gl.expand_dims(ranks.load(gl.SliceLayout(1, layout)), 1)
     count = gl.zeros([GROUPS], gl.int32, gl.SliceLayout(1, layout))
     for start in range(0, num_groups, 32):
