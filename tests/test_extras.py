@@ -383,6 +383,24 @@ def test_the_caller_may_go_on_with_what_was_written(behind: str) -> None:
     torch.testing.assert_close(leaf.grad, b.grad)
 
 
+@pytest.mark.parametrize("shape", [(3, WIDTH), (2, 3, WIDTH)], ids=str)
+def test_a_linear_behind_keeps_rows_of_what_was_written(shape: tuple[int, ...]) -> None:
+    linear = ops.Linear(WIDTH, WIDTH).double()
+    layer = Sequential(Times(2.0), Add("r", in_place=True), linear)
+    x, dy = torch.randn(shape, dtype=torch.float64).requires_grad_(), torch.randn(shape, dtype=torch.float64)
+    leaf, r = computed(torch.randn(shape, dtype=torch.float64))
+    layer(x, r=r).backward(dy)
+    assert torch.equal(r, 2 * x + leaf)
+    torch.testing.assert_close(leaf.grad, dy @ linear.weight)
+    torch.testing.assert_close(x.grad, 2 * leaf.grad)
+    torch.testing.assert_close(linear.weight.grad, dy.flatten(0, -2).T @ r.flatten(0, -2))
+    again = r.detach().clone()
+    y = layer(x, r=again)
+    again.detach().add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(dy)
+
+
 def test_who_reads_the_name_after_the_write_reads_what_was_written() -> None:
     layer = Sequential(Times(2.0), Add("r", in_place=True), Times(3.0), Add("r"), Add("r", in_place=True))
     leaf, r = computed(tensor())

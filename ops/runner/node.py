@@ -119,6 +119,8 @@ def _run(fctx: Any, call: Any, x: Tensor) -> tuple[list[Tensor], Sequence[str]]:
         outputs.append(value)
     if written:  # autograd needs them as outputs: whatever uses them from now on belongs to this node
         fctx.mark_dirty(*written.values())
+        # A view that was made here, without grad mode, of what has a history now could not be read in backward.
+        call.kept = [t.detach() if t is not None and _is_among(t._base, written.values()) else t for t in call.kept]
         for name, value in written.items():
             if not _is_among(value, outputs):
                 returned.append(name)
