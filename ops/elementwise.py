@@ -39,8 +39,14 @@ class ElementwiseOperation(BasicOperation):
         """f as a `Step` of the element-wise kernels."""
 
     def check(self, shape: torch.Size, operand: Tensor | None) -> None:
-        """Raise ValueError if an x of this shape and the operand do not match."""
-        return
+        """Raise ValueError if an x of this shape and the operand do not match: kernels do not broadcast."""
+        kind = "" if operand is None else self.step().operand
+        needed = {"column": shape[-1:], "row": shape[:-1], "element": shape}.get(kind)
+        if operand is not None and needed is not None and operand.shape != needed:
+            raise ValueError(
+                f"{self.operand_name} has shape {list(operand.shape)}, but x has shape {list(shape)}. Give one number "
+                f"for each {kind}: {list(needed)}."
+            )
 
     def compute(self, x: Tensor, operand: Tensor | None) -> Tensor:
         """y in plain torch: the step's reference, unless a subclass has a faster implementation."""

@@ -72,6 +72,22 @@ def _square_ref(x: Tensor, operand: Tensor, *_: float) -> Tensor:
     return x * x * operand
 
 
+class TimesScales(ElementwiseOperation):
+    """The same with an extra input: y = x^2 s, with s a row, or an element."""
+
+    operand_name = "s"
+    extra_inputs = {"s": Tensor}
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def step(self) -> Step:
+        if self.kind == "row":
+            return Step(_square, _dsquare, lambda x, operand, *_: x * x, "row")
+        return Step(_square, _dsquare, _square_ref, "element", d_operand=_d_factor)
+
+
 def is_taken(operations: list[Any], recipe: str | None) -> str:
     """What explain says for CUDA."""
     return Sequential(*operations).explain(recipe=recipe, device="cuda", dtype=torch.bfloat16)
@@ -237,6 +253,26 @@ def test_a_users_own_operation(dtype, device):
         WeighedSquare(24).to(device, dtype), lambda x, weight: x * x * weight,
         torch.randn(5, 24, dtype=dtype, device=device),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "operation, given, message",
+    [
+        (WeighedSquare(1), None, r"weight has shape \[1\], .* Give one number for each column: \[4\]"),
+        (WeighedSquare(3), None, r"weight has shape \[3\], .* Give one number for each column: \[4\]"),
+        (TimesScales("row"), (1,), r"s has shape \[1\], .* Give one number for each row: \[2, 3\]"),
+        (TimesScales("row"), (6,), r"s has shape \[6\], .* Give one number for each row: \[2, 3\]"),
+        (TimesScales("element"), (4,), r"s has shape \[4\], .* Give one number for each element: \[2, 3, 4\]"),
+    ],
+)
+def test_an_operand_that_would_be_broadcast_is_refused(operation, given, message, device):
+    """A kernel would read beyond it."""
+    extras = {} if given is None else {"s": torch.ones(given, device=device)}
+    with pytest.raises(ValueError, match=message):
+        Sequential(copy.deepcopy(operation), ops.ConstantScale(2.0)).to(device)(
+            torch.ones(2, 3, 4, device=device), **extras
+        )
 
 
 def test_gradcheck_of_a_users_own_operation():
