@@ -105,8 +105,10 @@ def is_counting() -> bool:
 
 
 def watched(quantizer: Quantizer, operation: nn.Module, role: Role) -> Quantizer:
-    """The quantizer itself, or inside of `count_casts` a wrapper that counts."""
-    return _active[-1].watch(quantizer, operation, role) if _active else quantizer
+    """The quantizer itself, or inside of `count_casts` a wrapper that counts, for each context that is open."""
+    for counted in _active:
+        quantizer = counted.watch(quantizer, operation, role)
+    return quantizer
 
 
 def _counts(x: Tensor, cast: QuantizedTensor | GroupedTensor) -> Tensor:

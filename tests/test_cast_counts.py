@@ -66,6 +66,16 @@ def test_rows_of_no_group_do_not_count():
     assert counts[".input"] == CastCounts(7 * 32, 0, 0, 0)
 
 
+def test_a_context_counts_what_is_cast_in_one_inside_of_it():
+    model, x = Sequential(ops.Linear(32, 32), ops.Linear(32, 32)), torch.randn(4, 32)
+    with autocast("mxfp8"), count_casts(model) as outer:
+        with count_casts() as inner:
+            model(x)
+        assert list(outer.counts.values()) == list(inner.counts.values()) and len(outer.counts) == 4
+        model(x)
+    assert [2 * counts.elements for counts in inner.counts.values()] == [c.elements for c in outer.counts.values()]
+
+
 @pytest.mark.parametrize("path", ["grouped", "split"])
 def test_a_model_names_its_operations(path):
     model = torch.nn.ModuleDict(
