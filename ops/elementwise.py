@@ -39,13 +39,20 @@ class ElementwiseOperation(BasicOperation):
         """f as a `Step` of the element-wise kernels."""
 
     def check(self, shape: torch.Size, operand: Tensor | None) -> None:
-        """Raise ValueError if an x of this shape and the operand do not match: kernels do not broadcast."""
-        kind = "" if operand is None else self.step().operand
-        needed = {"column": shape[-1:], "row": shape[:-1], "element": shape}.get(kind)
+        """Raise ValueError if an x of this shape does not divide into gate and linear part, or the operand has not one
+        number for each column, row or element of it: kernels would read beside them."""
+        step = self.step()
+        run = 2 * (step.interleave or 1)
+        if step.gated and (not shape or shape[-1] % run):
+            raise ValueError(
+                f"x has {shape[-1] if shape else 1} features, but {run} must divide them. Gate and linear part stand "
+                "side by side: make twice the features that come out."
+            )
+        needed = {"column": shape[-1:], "row": shape[:-1], "element": shape}.get(step.operand)
         if operand is not None and needed is not None and operand.shape != needed:
             raise ValueError(
                 f"{self.operand_name} has shape {list(operand.shape)}, but x has shape {list(shape)}. Give one number "
-                f"for each {kind}: {list(needed)}."
+                f"for each {step.operand}: {list(needed)}."
             )
 
     def compute(self, x: Tensor, operand: Tensor | None) -> Tensor:

@@ -275,6 +275,20 @@ def test_an_operand_that_would_be_broadcast_is_refused(operation, given, message
         )
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("interleave, features, divisor", [(0, 5, 2), (2, 6, 4)])
+def test_features_that_do_not_divide_into_gate_and_linear_part_are_refused(interleave, features, divisor, device):
+    """A kernel would read rows of another length."""
+
+    class Product(ElementwiseOperation):
+        def step(self) -> Step:
+            return Step(_square, _dsquare, lambda x, *_: x, gated=True, interleave=interleave)
+
+    for x in torch.ones(3, features, device=device), torch.ones((), device=device):
+        with pytest.raises(ValueError, match=f"{divisor} must divide them"):
+            Product()(x)
+
+
 def test_gradcheck_of_a_users_own_operation():
     check_gradients(WeighedSquare(6), torch.randn(3, 6, dtype=torch.float64))
 
