@@ -224,6 +224,18 @@ def test_a_gradient_that_no_product_reads_is_not_quantized() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_rowwise", "mxfp8", "fp8_block"])
+def test_one_row_without_a_dimension_of_rows_may_be_quantized_before(recipe: str) -> None:
+    linear, x = ops.Linear(32, 64), torch.randn(32, requires_grad=True)
+    found = []
+    for layer in (linear, Sequential(ops.Quantize(), linear, ops.Quantize(forward=False, backward=True))):
+        with autocast(recipe):
+            y = layer(x)
+        found.append([y, *torch.autograd.grad(y.sin().sum(), [x, linear.weight])])
+    for given, expected in zip(*found, strict=True):
+        assert torch.equal(given, expected)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_rowwise", "mxfp8", "fp8_block"])
 def test_two_linears_in_a_pipeline_are_two_linears_alone(recipe: str) -> None:
     first, second = linear(torch.bfloat16, in_features=32, out_features=64), linear(torch.bfloat16, True, 64, 32)
     x, dy = exact(8, 32, dtype=torch.bfloat16), exact(8, 32, dtype=torch.bfloat16)

@@ -302,8 +302,9 @@ def store(product: Tensor, out: Tensor, accumulate: bool) -> Tensor:
 
 
 def _matrices(layout: GemmLayout, a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
-    """The values as matrices, in NT with as many rows: where one is quantized, it may have rows of zeros at its end."""
-    x, w = a.values.flatten(0, -2), b.values.flatten(0, -2)
+    """The values as matrices, one row where they are a vector, in NT with as many rows: where one is quantized, it may
+    have rows of zeros at its end."""
+    x, w = (torch.atleast_2d(operand.values).flatten(0, -2) for operand in (a, b))
     if layout == "NT" and len(x) != len(w):
         x, w = (F.pad(t, (0, 0, 0, max(len(x), len(w)) - len(t))) for t in (x, w))
     return x, w
@@ -367,7 +368,7 @@ def _float8_gemm(
             a.codes, a.scale, b.codes, b.scale, offsets, out_dtype=dtype, split_accumulation=split_accumulator
         )[0]
     else:
-        rows = a.codes.flatten(0, -2)
+        rows = torch.atleast_2d(a.codes).flatten(0, -2)
         columns = b.codes[None, :, : rows.shape[1]].contiguous()  # a copy only where the transposed codes are padded
         scale = b.scale[None] if b.scale.dim() == 2 else b.scale
         product = grouped_gemm_tn_float8(
