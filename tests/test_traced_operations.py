@@ -26,6 +26,7 @@ import ops
 from fuser import Sequential, autocast, constant_weights
 from ops.runner.traced_operations import plan_of
 from ops.runner.tracing import Seen, stage_of
+from recipes import MXFP8BlockScaling
 from recipes.registry import RECIPES
 from tests.pairwise import rest
 
@@ -240,10 +241,37 @@ def test_a_checkpoint_around_a_compiled_layer_never_computes_it_again_under_anot
     if recipe == "high_precision":
         assert all(map(torch.equal, gradients(layer, run, recipe, x), expected))
         return
-    with pytest.raises(RuntimeError, match="has run under 'mxfp8'. Open autocast within what is checkpointed"):
+    again = "again in a backward under HighPrecision.* has run under MXFP8BlockScaling.*Open autocast within what"
+    with pytest.raises(RuntimeError, match=again):
         gradients(layer, run, recipe, x)
     within = gradients(layer, lambda x: checkpoint(with_recipe, x, use_reentrant=False), recipe, x)
     assert all(map(torch.equal, within, expected))
+
+
+def test_a_checkpoint_around_a_compiled_layer_is_refused_where_backward_has_another_recipe():
+    """Saved tensors of the two have the same shapes and dtypes, so that torch sees no difference."""
+    layer, x = moe_layer(), torch.randn(T, H)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with autocast("mxfp8"):
+        y = checkpoint(compiled, x, use_reentrant=False)
+        y.sum().backward()
+        with autocast(MXFP8BlockScaling(scaling="floor")):
+            y = checkpoint(compiled, x, use_reentrant=False)
+        with pytest.raises(RuntimeError, match="under MXFP8.*'round_up'.* has run under MXFP8.*'floor'.*Open autocast"):
+            y.sum().backward()
+
+
+def test_a_checkpoint_around_a_compiled_layer_goes_by_its_own_forward_not_by_others():
+    layer, x = moe_layer(), torch.randn(T, H)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with torch.no_grad(), autocast("mxfp8"):
+        compiled(x)
+
+    def run(x: Tensor) -> Tensor:
+        return checkpoint(compiled, x, use_reentrant=False)
+
+    expected = gradients(layer, layer, "high_precision", x)
+    assert all(map(torch.equal, gradients(layer, run, "high_precision", x), expected))
 
 
 # ---------------------------------------------------------------------------------------------------- without numbers

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -47,6 +48,7 @@ from ops.runner.recent import Recent
 from ops.runner.repeat import OperationState, RepeatedStep, StepResult, kept_by_each, left_by, may_repeat
 from ops.runner.torch_autocast import dtype_of_autocast, without_autocast
 from ops.runner.transforms import refuse_functionalize, refuse_tangents, within_dual_level
+from recipes.checkpoint_frames import Frame
 from recipes.first_forwards import FirstForwards, ForwardWithGrad
 from recipes.pending import PendingUpdates
 from recipes.recipe import Recipe
@@ -106,6 +108,7 @@ class Pipeline:
         self.traced: dict[Any, Any] = {}  # of `ops.runner.tracing`, by what they hold for
         self.recently_traced = Recent(MOST_PROGRAMS)
         self.traced_recipes: set[Recipe] = set()  # under which what was traced has run
+        self.traced_recipes_of_frames: WeakKeyDictionary[Frame, set[Recipe]] = WeakKeyDictionary()  # of checkpoints
         # The dictionaries that own the parameters are kept, not the parameters: replacing one is seen at once.
         self.members = [(weakref.ref(o), o._parameters, o._modules, o._forward_pre_hooks) for o in self.operations]
         self.produced = [operation.extra_name(n) for operation in self.operations for n in operation.extra_outputs]

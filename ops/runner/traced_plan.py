@@ -44,6 +44,7 @@ from ops.runner.repeat import MOST_KEYS, OperationState, may_repeat
 from ops.runner.run import Call, Pipeline, step_of
 from ops.runner.torch_autocast import without_autocast
 from ops.runner.views import View, in_own_memory, memory_number, restored, view_in
+from recipes.checkpoint_frames import checkpoints
 from recipes.recipe import Recipe
 from recipes.stack import Stack, own_entries, recipe_of
 from recipes.tensors.abstract import is_abstract, with_known_memory
@@ -168,6 +169,7 @@ class TracedPlan:
         self._hooked = [is_hooked(vars(operation)) for operation in pipeline.operations]
         self._settings = [operation.settings for operation in pipeline.operations]
         self._recipes = pipeline.traced_recipes
+        self._recipes_of_frames = pipeline.traced_recipes_of_frames
         self._state_names = state_names(terms.recipe)
         self._wrapper = LastWrapper()
         self._slots = [
@@ -407,7 +409,9 @@ class TracedPlan:
             )
         if not self.terms.of_autocast:
             return
-        if not again:
+        if again:
+            self._check_recipe_again(recipe)
+        else:
             self._recipes.add(recipe)
             around = recipe_of(own_entries())
             if around != recipe:
@@ -416,11 +420,21 @@ class TracedPlan:
                     "torch.compile did not see: autocasts of two threads are open at once. Run compiled models on one "
                     "thread, or open autocast within the compiled function."
                 )
-        elif not own_entries() and recipe_of(own_entries()) == recipe and self._recipes - {recipe}:
-            names = " and ".join(sorted(repr(each.name) for each in self._recipes))
+        for call in checkpoints():
+            self._recipes_of_frames.setdefault(call.frame, set()).add(recipe)
+
+    def _check_recipe_again(self, recipe: Recipe) -> None:
+        """Raise RuntimeError if what is computed again under this recipe ran under another one, or may have: no frame
+        tells it of the reentrant checkpoint, where it is refused outside of any `autocast`."""
+        known = [self._recipes_of_frames.get(call.frame) for call in checkpoints()]
+        first = next((recipes for recipes in known if recipes), None)
+        if first is None:
+            first = self._recipes - {recipe} if not own_entries() and recipe_of(()) == recipe else set()
+        if first and recipe not in first:
+            names = " and ".join(sorted(map(repr, first)))
             raise RuntimeError(
-                "A compiled forward is computed again in a backward, outside of any autocast, and has run under "
-                f"{names}. Open autocast within what is checkpointed, or compile the checkpoint with the model."
+                f"A compiled forward is computed again in a backward under {recipe!r}, and has run under {names}. Open "
+                "autocast within what is checkpointed, or compile the checkpoint with the model."
             )
 
     def _has_wrapped_states(self) -> bool:
