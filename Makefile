@@ -5,9 +5,9 @@
 
 PYTHON ?= python3
 VENV := .venv
-# Releases of Triton besides that of constraints.txt: all that depends on Triton is tested with the second, a part with the third.
+# Releases of Triton besides that of constraints.txt: all that depends on Triton is tested with the second, a part with the others.
 SECOND_TRITON := 3.8.0
-THIRD_TRITON := 3.7.1
+OTHER_TRITONS := 3.7.1 3.9.0
 # The oldest release of torch that is taken. Its wheel is the one for GPUs, with 5 GB of libraries.
 OLDEST_TORCH := 2.11.0
 
@@ -63,17 +63,16 @@ test: lint $(VENV)/triton-$(SECOND_TRITON)/.ready
 
 # What `make test` leaves out (tests for a GPU are skipped; models of Hugging Face in a process of their own), then what of `make test`,
 # or slow, depends on Triton and the kernels in Gluon with the second release, and one test of each kernel and what launches depend on with
-# the third.
-test-rest: $(VENV)/triton-$(SECOND_TRITON)/.ready $(VENV)/triton-$(THIRD_TRITON)/.ready
+# the others.
+test-rest: $(VENV)/triton-$(SECOND_TRITON)/.ready $(OTHER_TRITONS:%=$(VENV)/triton-%/.ready)
 	@echo "test-rest: within an hour on 2 cores."
 	$(PY) $(PYTEST) -m "(rest or gpu or (slow and not smoke)) and not (hf or exhaustive)" --durations=10 tests
 	$(PY) -m pytest --benchmark-disable --timeout=600 -m hf $$(grep -l mark.hf tests/*.py)
 	$(call check,$(SECOND_TRITON))
 	$(call with,$(SECOND_TRITON)) $(PYTEST) -m "triton and not rest and not exhaustive" tests
 	$(call with,$(SECOND_TRITON)) $(PYTEST) -m "triton and rest and not exhaustive" tests/test_compile_sm90.py
-	$(call check,$(THIRD_TRITON))
-	$(call with,$(THIRD_TRITON)) $(PYTEST) -m smoke tests
-	$(call with,$(THIRD_TRITON)) $(PYTEST) -m triton tests/test_launch.py tests/test_repeat.py tests/test_replay.py
+	$(foreach other,$(OTHER_TRITONS),$(call check,$(other)) && $(call with,$(other)) $(PYTEST) -m smoke tests && \
+	  $(call with,$(other)) $(PYTEST) -m triton tests/test_launch.py tests/test_repeat.py tests/test_replay.py &&) true
 
 # Not in CI, before a change of kernels: cases of which the rest has a choice, kernels with each configuration above all, and what
 # depends on Triton and has not run with the second release.

@@ -12,13 +12,14 @@ from ops.kernels.grouped_gemm.measured_tiles import GLUON_GROUPS, Gemm, why_not_
 from ops.kernels.grouped_gemm.tile_rules import IN_GLUON, MANY_ROWS, k_grouped_config
 from recipes.triton import gates
 from recipes.triton import launch as launches
-from recipes.triton.gates import warn_of_release, why_no_gluon, why_not_this_release
+from recipes.triton.gates import warn_of_release, why_no_gluon, why_not_repeated, why_not_this_release
 from recipes.triton.launch import Launch
 
 HOPPER = (9, 0)
+NO_GLUON = "They are written in the Gluon of Triton 3.6 to 3.8, and this is Triton 3.10.0."
 UNKNOWN = (
-    "Launches are not repeated, which takes the host longer, and kernels in Gluon are not used: both are written for "
-    "Triton 3.6 to 3.8, and this is Triton 3.9.0."
+    f"Kernels in Gluon are not used, which takes the GPU longer. {NO_GLUON} Launches are not repeated, which takes the "
+    "host longer: that is written for Triton 3.6 to 3.9, and this is Triton 3.10.0."
 )
 WGRAD = Gemm("NT", torch.bfloat16, torch.bfloat16, False, 4, 64, 32)
 
@@ -49,9 +50,16 @@ def test_they_run_on_hopper_in_the_gluon_of_supported_releases(version, release)
     assert why_not_this_release() is None
 
 
-def test_another_release_is_done_without_and_explained(release):
+def test_launches_are_repeated_with_a_release_whose_gluon_was_not_run(release):
     release("3.9.0")
-    assert why_no_gluon(HOPPER) == "They are written in the Gluon of Triton 3.6 to 3.8, and this is Triton 3.9.0."
+    reason = "They are written in the Gluon of Triton 3.6 to 3.8, and this is Triton 3.9.0."
+    assert why_no_gluon(HOPPER) == reason and why_not_repeated() is None
+    assert why_not_this_release() == f"Kernels in Gluon are not used, which takes the GPU longer. {reason}"
+
+
+def test_another_release_is_done_without_and_explained(release):
+    release("3.10.0")
+    assert why_no_gluon(HOPPER) == NO_GLUON and why_not_repeated() in UNKNOWN
     sequential = Sequential(ops.SiLU())
     assert sequential.explain(device="cuda").splitlines()[0].endswith(f". {UNKNOWN}")
     assert UNKNOWN not in sequential.explain(device="cpu")
@@ -74,7 +82,7 @@ def test_the_first_launch_warns_of_another_release_and_no_further_one(release, m
     x = torch.ones(1)
     release("3.7.1")
     Launch(Kernel())(x, 1)
-    release("3.9.0")
+    release("3.10.0")
     with pytest.warns(RuntimeWarning) as warned:
         Launch(Kernel())(x, 1)
         Launch(Kernel())(x, 1)
@@ -136,8 +144,7 @@ def test_what_a_tile_in_gluon_may_be(gemm, changes, reason, release):
 
 
 def test_a_tile_in_gluon_is_refused_where_there_is_none(release):
-    release("3.9.0")
+    release("3.10.0")
     assert why_not_tile(IN_GLUON, WGRAD, HOPPER) == (
-        "The tile 128x256x32, 8 warps, 8 stages in Gluon is one of kernels that cannot run. "
-        "They are written in the Gluon of Triton 3.6 to 3.8, and this is Triton 3.9.0."
+        f"The tile 128x256x32, 8 warps, 8 stages in Gluon is one of kernels that cannot run. {NO_GLUON}"
     )

@@ -23,7 +23,7 @@ from ops.runner import program, repeat
 from ops.runner.traced_plan import TracedPlan
 from recipes.cast_counts import count_casts
 from recipes.triton import replay, tape
-from recipes.triton.gates import why_not_this_release
+from recipes.triton.gates import why_not_repeated
 from recipes.triton.repeated import Repeated
 from tests import repeated_launches
 from tests.compiling import ROOT, compiling
@@ -613,8 +613,8 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory):
-    if why_not_this_release():
-        pytest.skip(why_not_this_release())
+    if why_not_repeated():
+        pytest.skip(why_not_repeated())
     environment = compiling(tmp_path_factory.mktemp("triton"))
     command = [sys.executable, "-m", "tests.repeated_launches"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)

@@ -32,7 +32,7 @@ from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.splits import Splits
 from recipes.triton import repeated as actions
 from recipes.triton import replay, tape
-from recipes.triton.gates import why_not_this_release
+from recipes.triton.gates import why_not_repeated
 from recipes.triton.launch import Launch, launcher, replayed
 from recipes.triton.replay import Replays, forget
 from tests.compiling import ROOT, compiling
@@ -592,8 +592,8 @@ def main() -> None:
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory):
-    if why_not_this_release():
-        pytest.skip(why_not_this_release())
+    if why_not_repeated():
+        pytest.skip(why_not_repeated())
     environment = compiling(tmp_path_factory.mktemp("triton"))
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr

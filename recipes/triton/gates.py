@@ -30,25 +30,40 @@ except ModuleNotFoundError as error:
 
 __all__ = [
     "INTERPRET", "JITFunction", "TensorDescriptor", "cuda_capability_geq", "driver", "knobs", "nvidia", "tl", "triton",
-    "warn_of_release", "why_no_gluon", "why_not_this_release",
+    "warn_of_release", "why_no_gluon", "why_not_repeated", "why_not_this_release",
 ]  # fmt: skip
 
 # Triton reads TRITON_INTERPRET when a kernel is defined; this is its own answer, so the two cannot disagree.
 INTERPRET = tl.constexpr(knobs.runtime.interpret if knobs else False)
 
-_SUPPORTED = ("3.6.", "3.7.", "3.8.", "3.9.")
+# Kernels in Gluon compile with 3.9, some with spills, and were not run on a GPU with it.
+_WITH_GLUON = ("3.6.", "3.7.", "3.8.")
+_REPEATED = (*_WITH_GLUON, "3.9.")
+
+
+def why_not_repeated() -> str | None:
+    """None if launches with this release of Triton are repeated; else why not."""
+    if triton.__version__ is None:
+        return WHY_NO_TRITON
+    if not triton.__version__.startswith(_REPEATED):
+        return (
+            "Launches are not repeated, which takes the host longer: that is written for Triton 3.6 to 3.9, and "
+            f"this is Triton {triton.__version__}."
+        )
+    return None
 
 
 def why_not_this_release() -> str | None:
     """None if the internals of this release of Triton are supported; else what is left out, and why."""
-    if triton.__version__ is None:
-        return WHY_NO_TRITON
-    if not triton.__version__.startswith(_SUPPORTED):
-        return (
-            "Launches are not repeated, which takes the host longer, and kernels in Gluon are not used: both are "
-            f"written for Triton 3.6 to 3.8, and this is Triton {triton.__version__}."
-        )
-    return None
+    reason = why_not_repeated()
+    if triton.__version__ is None or triton.__version__.startswith(_WITH_GLUON):
+        return reason
+    without_gluon = f"Kernels in Gluon are not used, which takes the GPU longer. {_why_no_gluon_of_this_release()}"
+    return f"{without_gluon} {reason}" if reason else without_gluon
+
+
+def _why_no_gluon_of_this_release() -> str:
+    return f"They are written in the Gluon of Triton 3.6 to 3.8, and this is Triton {triton.__version__}."
 
 
 @cache
@@ -66,8 +81,8 @@ def why_no_gluon(capability: tuple[int, int]) -> str | None:
         return f"They are for compute capability 9.0 (Hopper), and this is {capability[0]}.{capability[1]}."
     if triton.__version__ is None:
         return WHY_NO_TRITON
-    if not triton.__version__.startswith(_SUPPORTED):
-        return f"They are written in the Gluon of Triton 3.6 to 3.8, and this is Triton {triton.__version__}."
+    if not triton.__version__.startswith(_WITH_GLUON):
+        return _why_no_gluon_of_this_release()
     if INTERPRET:
         return "Triton interprets, and its interpreter knows no Gluon."
     return None

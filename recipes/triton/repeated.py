@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from recipes.triton.gates import TensorDescriptor, nvidia, why_not_this_release
+from recipes.triton.gates import TensorDescriptor, nvidia, why_not_repeated
 
 MOST_ADDRESSES = 256  # of an argument of a launch, for which descriptors are kept
 SMALL, SMALL_ZEROED = 2**16, 2**22  # bytes of temporary memory that may be part of a buffer
@@ -502,7 +502,7 @@ class _CallArguments(NamedTuple):
 
 def _call_arguments(step: Launched) -> _CallArguments:
     run = step.compiled.run
-    if why_not_this_release() or not isinstance(run, nvidia.CudaLauncher):
+    if why_not_repeated() or not isinstance(run, nvidia.CudaLauncher):
         raise NotRepeatable
     if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
         raise NotRepeatable

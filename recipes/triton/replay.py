@@ -22,8 +22,8 @@ A TMA descriptor is kept with the launch it belongs to, by the address it was ma
 box follow from the launch's key, so it is never another tensor's. Nothing kept holds a tensor. All tables are bounded,
 and emptied when full. `forget` empties all: call it after changing global state that a launch depended on.
 
-The C function is that of Triton 3.6, 3.7 or 3.8. With another release nothing is repeated, as
-`recipes.triton.gates.why_not_this_release` says.
+The C function is that of Triton 3.6 to 3.9. With another release nothing is repeated, as
+`recipes.triton.gates.why_not_repeated` says.
 """
 
 from __future__ import annotations
