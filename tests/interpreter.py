@@ -33,12 +33,9 @@ def quicken() -> None:
 def _with_mask_of_bool(method: Callable[..., Any], position: int) -> Callable[..., Any]:
     def called(*args: Any, **kwargs: Any) -> Any:
         mask = args[position]
-        return method(
-            *args[:position],
-            interpreter.TensorHandle(mask.data.astype(bool), mask.dtype),
-            *args[position + 1 :],
-            **kwargs,
-        )
+        if isinstance(mask, interpreter.TensorHandle) and mask.data.dtype != bool:
+            args = *args[:position], interpreter.TensorHandle(mask.data.astype(bool), mask.dtype), *args[position + 1 :]
+        return method(*args, **kwargs)
 
     return called
 
