@@ -259,7 +259,7 @@ def main(arguments: argparse.Namespace) -> int:
     models = (arguments.models or DEFAULTS[device]).split(",")
     for model in models:
         if model not in SHAPES:
-            raise UsageError(f"--models {model} is not known. Take some of {SHAPES.choices}.")
+            raise UsageError(f"--models {model} is not known. Take {SHAPES.choices}, or several by commas.")
     tokens = arguments.tokens.split(",")
     if not all(number.isdecimal() and int(number) for number in tokens):
         raise UsageError(f"--tokens {arguments.tokens} must be numbers above 0, by commas.")

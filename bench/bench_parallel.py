@@ -351,6 +351,6 @@ def _check(ranks: int, models: list[str], partial_sums: list[str], recipes: list
             raise UsageError(f"--recipes {name} is unknown. Take {', '.join(known)}, or several by commas.")
     for model in models:
         if model not in SHAPES:
-            raise UsageError(f"--models {model} is unknown. Take some of {SHAPES.choices}, by commas.")
+            raise UsageError(f"--models {model} is unknown. Take {SHAPES.choices}, or several by commas.")
         if SHAPES[model].num_experts % ranks:
             raise UsageError(f"--ranks is {ranks}, but must divide the {SHAPES[model].num_experts} experts of {model}.")
