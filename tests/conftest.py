@@ -5,9 +5,10 @@ interpreter; a process uses that for all kernels or for none, so on a CUDA machi
 what is run once more with a second Triton release (all in `make test-rest` and `make test-exhaustive`), every
 `interpreter` test included. `slow` takes over three seconds.
 
-`make test` runs a part, within a quarter of an hour; `make test-rest` runs the others, which are `slow`, or marked `rest`: by
-hand, or because of `pairwise` (`tests.pairwise`); `make test-exhaustive` runs what is marked so, before kernels change.
-`smoke` is what `make test` runs with the second release too (`tests.smoke`), and with the first even if it is `slow`.
+`make test` runs a part, within a quarter of an hour; `make test-rest` runs the others, which are `slow`, or marked
+`rest`: by hand, or because of `pairwise` (`tests.pairwise`); `make test-exhaustive` runs what is marked so, before
+kernels change. `smoke` is what `make test` runs with the second release too (`tests.smoke`), and with the first even if
+it is `slow`.
 
 Tests that compile kernels do so in a subprocess whose environment has no TRITON_INTERPRET.
 """

@@ -241,6 +241,10 @@ def test_a_channel_without_an_earlier_producer_is_refused():
             lambda op: te.Sequential(te.Identity())(torch.ones(2), op_kwargs={op: {}}),
             ValueError, "op_kwargs names .* which is not in this Sequential",
         ),
+        (
+            lambda op: te.Sequential(op)(torch.ones(2), torch.ones(2), op_kwargs={op: {}, 0: {}}),
+            ValueError, "op_kwargs names operation 0 twice",
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(call, error, sentence):

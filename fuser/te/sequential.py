@@ -65,7 +65,7 @@ class Sequential(NamedSequential):
         self.layout()
         extras = {s.operation.extra_name(s.local): t for s, t in zip(slots, extra_inputs, strict=True)}
         outputs = [slot.operation.extra_name(slot.local) for slot in self._output_slots()]
-        buffers = {self._index_of(key): value for key, value in (op_kwargs or {}).items()}
+        buffers = self._buffers_of(op_kwargs or {})
         result = super().forward(input, outputs=outputs, buffers=buffers or None, **extras)
         return (result[0], *(result[1][name] for name in outputs)) if outputs else result
 
@@ -129,6 +129,16 @@ class Sequential(NamedSequential):
                     own[local] = channel or _new_name(f"{local}_output", taken)
                 if any(operation.extra_name(local) != name for local, name in own.items()):
                     operation.rename_extras(**own)
+
+    def _buffers_of(self, op_kwargs: Mapping[BasicOperation | int, Mapping[str, Tensor]]) -> dict[int, Any]:
+        """By index. ValueError for an operation that is named twice, by itself and by its index."""
+        buffers: dict[int, Any] = {}
+        for key, value in op_kwargs.items():
+            index = self._index_of(key)
+            if index in buffers:
+                raise ValueError(f"op_kwargs names operation {index} twice. Give all of its buffers in one entry.")
+            buffers[index] = value
+        return buffers
 
     def _index_of(self, key: BasicOperation | int) -> int:
         if isinstance(key, int):
