@@ -275,7 +275,10 @@ class Job(NamedTuple):
 
 
 def jobs(parts: list[str], models: list[str], tokens: list[str], dtypes: list[str]) -> list[Job]:
-    """First all parts with the models' default tokens, then "mlp" with other numbers of tokens."""
+    """First all parts with the models' default tokens, then "mlp" with other numbers of tokens.
+
+    Raises UsageError for tokens of "mlp" whose rows the experts cannot take equally, as its limit does.
+    """
     found = []
     for part in parts:
         if part == "start":
@@ -284,7 +287,14 @@ def jobs(parts: list[str], models: list[str], tokens: list[str], dtypes: list[st
         for model, dtype in itertools.product(models, dtypes if part == "mlp" else ["bf16"]):
             own = MODELS[model].tokens
             numbers = [own if number == "model" else int(number) for number in tokens] if part == "mlp" else [own]
-            found += [Job(part, model, number, dtype, number != own) for number in dict.fromkeys(numbers)]
+            for number in dict.fromkeys(numbers):
+                rows, experts = number * MODELS[model].topk, MODELS[model].num_experts
+                if part == "mlp" and rows % experts:
+                    raise UsageError(
+                        f"--tokens {number}: {rows} rows of {model} cannot be divided equally among {experts} experts, "
+                        "as those of the limit are. Take another number of tokens."
+                    )
+                found.append(Job(part, model, number, dtype, number != own))
     return sorted(found, key=lambda job: job.urgency)
 
 

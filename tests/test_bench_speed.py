@@ -85,6 +85,10 @@ def test_the_command_runs_end_to_end_and_writes_json_and_a_plot(small, tmp_path,
         (["--against", "torch,eager"], "--against eager is unknown. Take torch, torch compiled, SonicMoE, Liger"),
         (["--routings", "even"], "--routings even is unknown. Take uniform, random, skewed"),
         (["--tokens", "0"], "--tokens 0 is no number of tokens"),
+        (
+            ["--models", "6x64x32x2", "--tokens", "16"],
+            "--tokens 16: 32 rows of 6x64x32x2 cannot be divided",
+        ),
         (["--rounds", "0"], "--rounds is 0, but must be at least 1"),
     ],
 )
