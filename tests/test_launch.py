@@ -203,7 +203,8 @@ def compare() -> None:
             launched.clear()
             programs = (3, (3,), (3, 4), (3, 4, 5))[number % 4]
             launch(torch.empty(1), programs, *args, **constants)
-            any_kernel[programs if isinstance(programs, tuple) else (programs,)](*args, **constants)
+            grid = programs if isinstance(programs, tuple) else (programs,)
+            any_kernel[grid](*args, enable_fp_fusion=True, **constants)
             ours, tritons = launched
             if ours != tritons:
                 print(f"call {number}: {ours} and {tritons}")

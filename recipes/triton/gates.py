@@ -36,16 +36,15 @@ __all__ = [
 # Triton reads TRITON_INTERPRET when a kernel is defined; this is its own answer, so the two cannot disagree.
 INTERPRET = tl.constexpr(knobs.runtime.interpret if knobs else False)
 
-# Kernels in Gluon compile with 3.9, some with spills, and were not run on a GPU with it.
-_WITH_GLUON = ("3.6.", "3.7.", "3.8.")
-_REPEATED = (*_WITH_GLUON, "3.9.")
+# Whose Gluon and launcher are known.
+_RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")
 
 
 def why_not_repeated() -> str | None:
     """None if launches with this release of Triton are repeated; else why not."""
     if triton.__version__ is None:
         return WHY_NO_TRITON
-    if not triton.__version__.startswith(_REPEATED):
+    if not triton.__version__.startswith(_RELEASES):
         return (
             "Launches are not repeated, which takes the host longer: that is written for Triton 3.6 to 3.9, and "
             f"this is Triton {triton.__version__}."
@@ -56,14 +55,13 @@ def why_not_repeated() -> str | None:
 def why_not_this_release() -> str | None:
     """None if the internals of this release of Triton are supported; else what is left out, and why."""
     reason = why_not_repeated()
-    if triton.__version__ is None or triton.__version__.startswith(_WITH_GLUON):
+    if reason is None or triton.__version__ is None:
         return reason
-    without_gluon = f"Kernels in Gluon are not used, which takes the GPU longer. {_why_no_gluon_of_this_release()}"
-    return f"{without_gluon} {reason}" if reason else without_gluon
+    return f"Kernels in Gluon are not used, which takes the GPU longer. {_why_no_gluon_of_this_release()} {reason}"
 
 
 def _why_no_gluon_of_this_release() -> str:
-    return f"They are written in the Gluon of Triton 3.6 to 3.8, and this is Triton {triton.__version__}."
+    return f"They are written in the Gluon of Triton 3.6 to 3.9, and this is Triton {triton.__version__}."
 
 
 @cache
@@ -81,7 +79,7 @@ def why_no_gluon(capability: tuple[int, int]) -> str | None:
         return f"They are for compute capability 9.0 (Hopper), and this is {capability[0]}.{capability[1]}."
     if triton.__version__ is None:
         return WHY_NO_TRITON
-    if not triton.__version__.startswith(_WITH_GLUON):
+    if not triton.__version__.startswith(_RELEASES):
         return _why_no_gluon_of_this_release()
     if INTERPRET:
         return "Triton interprets, and its interpreter knows no Gluon."

@@ -105,7 +105,8 @@ class Launch:
 
     programs: how many, or how many along each of up to three axes. args: tensors, `DESCRIPTORS`, numbers, None, and
     tuples of these; all arguments of the kernel that are not `tl.constexpr`. constants: those that are, and Triton's
-    options (num_warps, num_stages, ...).
+    options (num_warps, num_stages, ...). Products are fused with the sums that they are added to unless
+    enable_fp_fusion=False says otherwise: Triton 3.9 warns where no option does, and from 3.10 on does not fuse.
 
     As in a key of Triton's, a tensor counts with its dtype and whether it starts at a multiple of 16 bytes, an int with
     whether it is 1 or a multiple of 16, and its width, and of a float only that it is one. Triton's hooks at a launch
@@ -143,7 +144,7 @@ class Launch:
         else:
             warn_of_release()
             self._check(args)
-            compiled = self.kernel[grid](*args, **constants)
+            compiled = self.kernel[grid](*args, **{"enable_fp_fusion": True, **constants})
             if compiled is None:
                 return None
             last = tuple(constants.get(p.name, p.default) for p in self.kernel.params[len(args) :])
