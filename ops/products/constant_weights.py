@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ops.products.held_weights import Copies, Quantize
-from ops.products.weights import QuantizedWeights, dequantized, is_capturing, saves_by_hooks
+from ops.products.weights import GivenCopies, QuantizedWeights, dequantized, is_capturing, saves_by_hooks
 from ops.runner.context import state_of
 from ops.runner.operation import BasicOperation
 from recipes.stack import are_replayed, open_entries
@@ -142,20 +142,20 @@ class constant_weights:
         """
         given = self.given(operation, use)
         if given is not None:
-            return given[0]
+            return given.copies
         copies = make()
         kept = self._kept.get(operation)
         if kept is not None:
             asked = self._asked(kept, operation, use)
-            kept.given = None if asked is None else (asked, copies)
+            kept.given = None if asked is None else GivenCopies.of(asked, copies)
         return copies
 
-    def given(self, operation: BasicOperation, use: Any) -> tuple[Any] | None:
+    def given(self, operation: BasicOperation, use: Any) -> GivenCopies | None:
         """What `prepared` gave for this use, if nothing that it depends on has changed since; else None."""
         kept = self._kept.get(operation)
-        if kept is None or kept.given is None or kept.given[0] != self._asked(kept, operation, use):
+        if kept is None or kept.given is None or kept.given.asked != self._asked(kept, operation, use):
             return None
-        return (kept.given[1],)
+        return kept.given
 
     def _asked(self, kept: QuantizedWeights, operation: BasicOperation, use: Any) -> Any:
         """What copies for a forward depend on; None if they are compared, or made anew, at each use."""

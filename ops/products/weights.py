@@ -46,6 +46,7 @@ from recipes.stack import keep_weights_flag
 from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import Quantizer
 from recipes.tensors.scaled_codes import Dequantized
+from recipes.triton.replay import how
 
 
 class ForBackward(NamedTuple):
@@ -54,13 +55,33 @@ class ForBackward(NamedTuple):
     copies: QuantizedTensor | SplitTensors
 
 
+class GivenCopies(NamedTuple):
+    """What `constant_weights.prepared` gave a forward.
+
+    asked: what the copies depend on, to be compared; lie: how their tensors do, each once, at these addresses
+    """
+
+    asked: Any
+    copies: QuantizedTensor | None
+    lie: tuple[Any, ...]
+    tensors: list[Tensor]
+    addresses: list[int]
+
+    @classmethod
+    def of(cls, asked: Any, copies: QuantizedTensor | None) -> GivenCopies:
+        tensors: list[Tensor] = []
+        addresses: list[int] = []
+        lie = how(() if copies is None else copies.tensors(), tensors, addresses)
+        return cls(asked, copies, lie, tensors, addresses)
+
+
 class QuantizedWeights:
     """The copies of one operation, for the last quantizer that it used.
 
     parameters: the weights by their names
     snapshot: of the quantizer's state that they were cast with
     records: whether the cast recorded amaxes in it
-    given: what `constant_weights.prepared` gave last, and for what; None if it gave nothing yet
+    given: what `constant_weights.prepared` gave last; None if it gave nothing yet
     """
 
     def __init__(
@@ -70,7 +91,7 @@ class QuantizedWeights:
         self._key = key
         self.snapshot = snapshot
         self.records = records
-        self.given: tuple[Any, Any] | None = None
+        self.given: GivenCopies | None = None
         self._copies: Copies | None = None
         self._values: QuantizedWeights | None = None
 
@@ -81,9 +102,13 @@ class QuantizedWeights:
 
     def held_by(self, operation: Any) -> list[Tensor] | None:
         """The weights, if they are those that the operation holds now; else None."""
-        held = [held_parameter(operation, name) for name in self._parameters]
-        same = all(ref() is parameter for ref, parameter in zip(self._parameters.values(), held, strict=True))
-        return held if same else None
+        held = []
+        for name, reference in self._parameters.items():
+            parameter = held_parameter(operation, name)
+            if reference() is not parameter:
+                return None
+            held.append(parameter)
+        return held
 
     @property
     def nbytes(self) -> int:

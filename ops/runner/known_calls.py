@@ -76,7 +76,8 @@ class _Given(NamedTuple):
     """What goes into a call, and what it is found by.
 
     key: all but how the tensors lie
-    parameters, extras: those of autograd's inputs behind x; in_scope: the positions of operations in `constant_weights`
+    parameters, extras: those of autograd's inputs behind x; scopes: the `constant_weights` of operations in one, by
+        their positions
     tensors: what the step gets; one that is given twice is there twice
     """
 
@@ -84,7 +85,7 @@ class _Given(NamedTuple):
     operations: list[Any]
     parameters: list[Tensor]
     extras: list[Tensor]
-    in_scope: list[int]
+    scopes: dict[int, Any]
     tensors: list[Any]
 
 
@@ -143,14 +144,14 @@ def _given(pipeline: Pipeline, x: Tensor, extras: Mapping[str, Any], terms: tupl
     key: list[Any] = [terms, times_forgotten()]
     operations: list[Any] = []
     present: list[Tensor] = []
-    in_scope: list[int] = []
+    scopes: dict[int, Any] = {}
     tensors: list[Any] = []
     for reference, parameters, children, hooks in pipeline.members:
         operation: Any = reference()
         if children or hooks:
             return None
-        if operation._weights_scope is not None and operation.weights_scope is not None:
-            in_scope.append(len(operations))
+        if operation._weights_scope is not None and (scope := operation.weights_scope) is not None:
+            scopes[len(operations)] = scope
         operations.append(operation)
         key += operation.settings, operation.training, len(parameters), *map(type, parameters.values())
         own = [parameter for parameter in parameters.values() if parameter is not None]
@@ -158,7 +159,7 @@ def _given(pipeline: Pipeline, x: Tensor, extras: Mapping[str, Any], terms: tupl
         tensors += own
         if operation._buffers:
             append_states(operation, key, tensors)
-    key += in_scope
+    key += scopes
     tensors.append(x)
     extra: list[Any] = []
     for name in pipeline.consumed:
@@ -168,7 +169,7 @@ def _given(pipeline: Pipeline, x: Tensor, extras: Mapping[str, Any], terms: tupl
             return None
         extra.append(value)
     tensors += extra
-    return _Given(key, operations, present, extra, in_scope, tensors)
+    return _Given(key, operations, present, extra, scopes, tensors)
 
 
 def _looked_up(
@@ -224,7 +225,7 @@ def _found(program: Program, x: Tensor, given: _Given, tensors: list[Any], addre
     """What a call with this program has found that ran in full, if its step is repeated."""
     step, operations = program.forward[0].repeated, given.operations
     assert step is not None
-    quantized = tuple([index for index in program.forward[0].quantizes if index in given.in_scope])
+    quantized = tuple([index for index in program.forward[0].quantizes if index in given.scopes])
     settings = [settings_of(operation) for operation in operations]
     known = KnownCall(given.key, Layouts(tensors, addresses), program, step, settings, quantized, {})
     if quantized:
@@ -240,16 +241,19 @@ def _of_copies(
     made first."""
     program, operations = known.program, given.operations
     use = program, program.keeps_state and torch.is_grad_enabled()
-    copies: list[Any] = []
+    of_weights: list[Any] = []
     for index in known.quantized:
-        kept = operations[index].weights_scope.given(operations[index], use)
+        kept = given.scopes[index].given(operations[index], use)
         if kept is None:
             return None
-        copies.append(kept[0] and kept[0].tensors())
-    key = how(copies, tensors, addresses)
+        of_weights.append(kept)
+        tensors += kept.tensors
+        addresses += kept.addresses
+    key = tuple([kept.lie for kept in of_weights])
     found = known.of_copies.get(key)
     if found is None:
-        values = (x, *given.extras, tuple(copies), None)
+        copies = tuple([kept.copies and kept.copies.tensors() for kept in of_weights])
+        values = (x, *given.extras, copies, None)
         repeated = known.step.known(operations, known.quantized, values, _updates(program), tensors)
         if repeated is None:
             return None
