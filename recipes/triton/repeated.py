@@ -17,9 +17,9 @@ address; constants are its globals:
 What the host need not repeat is left out:
 
     views                    of which launches alone need the address: it follows from that of their base
-    small temporary memory   of which launches alone need the address: parts of one buffer, or of one that is zeroed,
-                             which lives until the last of them is freed; zeroed memory may be larger. A launch before
-                             them may make that 0 (`zeroes` of a `Launch`)
+    small temporary memory   of which launches alone need the address: parts of one buffer, those of zeros first, which
+                             lives until the last of them is freed; zeroed memory may be larger. A launch before them
+                             may make that 0 (`zeroes` of a `Launch`)
     other temporary memory   of which launches alone need the address: one block for what is allocated, and freed,
                              together
 """
@@ -75,14 +75,14 @@ class RebuiltObject(NamedTuple):
 
 
 class Allocated(NamedTuple):
-    """torch.empty or torch.zeros, of contiguous memory."""
+    """torch.empty or torch.zeros, of contiguous memory. zeroed: how many bytes are 0, from the first on"""
 
     position: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    zeroed: bool
+    zeroed: int
 
     @property
     def nbytes(self) -> int:
@@ -211,28 +211,28 @@ def _needed(seen: Sequence[Seen], result: object) -> set[int]:
 
 
 def _zeroed_by_launch(seen: Sequence[Seen], memory: _Memory) -> tuple[Sequence[Allocated], Sequence[Seen]]:
-    """What is allocated first, and what is done then. A launch that may make memory 0 makes the zeroed buffer and small
-    memory of zeros 0, if these come behind it: they are allocated first, as any other memory."""
+    """What is allocated first, and what is done then. A launch that may make memory 0 does so with that of the buffer
+    and of small memory, if what needs it comes behind: they are allocated first, as any other memory."""
     at = next((at for at, step in enumerate(seen) if isinstance(step, Launched) and step.zeroes is not None), None)
+    buffers = [] if memory.buffer is None else [memory.buffer]
     if at is None:
-        return memory.buffers, seen
+        return buffers, seen
     launch: Any = seen[at]
     pairs, most = launch.zeroes.pairs, 8 * launch.zeroes.of_program
-    before = {memory.at[step.position][0] for step in seen[:at] if isinstance(step, Allocated)}
+    before = {memory.at[step.position][0] for step in seen[:at] if isinstance(step, Allocated) and step.zeroed}
     behind: dict[int, Allocated] = {}  # what of each tensor comes first
     for step in seen[at:]:
         if isinstance(step, Allocated) and step.zeroed and _is_compiled_for(step.device):
             behind.setdefault(memory.at[step.position][0], step)
-    shared = [buffer for buffer in memory.buffers if buffer.position in behind.keys() - before]
+    shared = [buffer for buffer in buffers if buffer.position in behind.keys() - before]
     alone = [step._replace(position=number) for number, step in behind.items() if memory.makes(step.position)]
     chosen = [*shared, *(step for step in alone if step.nbytes % 8 == 0 and 0 < step.nbytes <= most)][: len(pairs)]
     args = list(launch.args)
     for (pointer, words), step in zip(pairs, chosen, strict=False):
-        args[pointer], args[words] = TensorPosition(behind[step.position].position), step.nbytes // 8
-    programs = 1 + max((-(-step.nbytes // most) for step in chosen), default=0)
-    numbers = {step.position for step in chosen}
-    first = [buffer for buffer in memory.buffers if buffer.position not in numbers]
-    first += [step._replace(zeroed=False) for step in chosen]
+        args[pointer], args[words] = TensorPosition(behind[step.position].position), step.zeroed // 8
+    programs = 1 + max((-(-step.zeroed // most) for step in chosen), default=0)
+    first = [] if shared else buffers
+    first += [step._replace(zeroed=0) for step in chosen]
     made = {behind[step.position] for step in chosen if memory.makes(behind[step.position].position)}
     done = [*seen[:at], launch._replace(grid=(programs, 1, 1), args=tuple(args)), *seen[at + 1 :]]
     return first, [step for step in done if not (isinstance(step, Allocated) and step in made)]
@@ -276,20 +276,18 @@ class _Memory:
     """Where in the repetition's tensors each recorded position lies.
 
     at: position -> (number of a tensor of the repetition, offset in bytes)
-    buffers: which small temporary memory shares; blocks: the same of other temporary memory, by the position of what is
+    buffer: which small temporary memory shares; blocks: the same of other temporary memory, by the position of what is
     allocated first. Their positions are such numbers
     """
 
     def __init__(self, num_arguments: int, seen: Sequence[Seen], needed: set[int]) -> None:
         self.at = {position: (position, 0) for position in range(num_arguments)}
-        self.buffers: list[Allocated] = []
-        for zeroed, most in ((False, SMALL), (True, SMALL_ZEROED)):
-            small = [s for s in seen if isinstance(s, Allocated) and s.zeroed == zeroed and s.nbytes <= most]
-            small = [step for step in small if step.position not in needed]
-            if len(small) > 1:
-                self.buffers.append(self._shared(small, num_arguments + len(self.buffers)))
+        small = [s for s in seen if isinstance(s, Allocated) and s.nbytes <= (SMALL_ZEROED if s.zeroed else SMALL)]
+        small = [step for step in small if step.position not in needed]
+        small.sort(key=lambda step: not step.zeroed)
+        self.buffer = self._shared(small, num_arguments) if len(small) > 1 else None
         self.blocks: dict[int, Allocated] = {}
-        count = num_arguments + len(self.buffers)
+        count = num_arguments + (self.buffer is not None)
         for group in _together(seen, needed):
             if len(group) > 1:
                 self.blocks[group[0].position] = self._shared(group, count)
@@ -308,16 +306,17 @@ class _Memory:
                     self._made.add(position)
                     count += 1
         own = {self.at[position][0] for position in self._made}
-        own |= {buffer.position for buffer in (*self.buffers, *self.blocks.values())}
+        own |= {block.position for block in (self.buffer, *self.blocks.values()) if block is not None}
         self._users = Counter(number for number, _ in self.at.values() if number in own)
 
     def _shared(self, parts: Sequence[Allocated], number: int) -> Allocated:
-        """The buffer in which these lie now, the tensor of this number."""
-        end = 0
+        """The buffer in which these lie now, those of zeros first: the tensor of this number."""
+        zeroed = end = 0
         for step in parts:
             self.at[step.position] = number, end
             end += -(-step.nbytes // _ALIGNMENT) * _ALIGNMENT
-        return Allocated(number, (end,), (1,), torch.uint8, parts[0].device, parts[0].zeroed)
+            zeroed = end if step.zeroed else zeroed
+        return Allocated(number, (end,), (1,), torch.uint8, parts[0].device, zeroed)
 
     def makes(self, position: int) -> bool:
         """Whether the position has a tensor of its own."""
@@ -380,7 +379,7 @@ class _Source:
         shape, dtype = self._constant(step.shape), self._constant(step.dtype)
         zeros = None
         if step.zeroed and _is_compiled_for(step.device) and not _fills_memory():
-            zeros = self.zeros(step.device, step.nbytes)
+            zeros = self.zeros(step.device, step.zeroed)
         if step.zeroed and zeros is None:
             made = f"{self._constant(torch.zeros)}({shape}, dtype={dtype}, device={self._constant(step.device)})"
         else:

@@ -110,7 +110,7 @@ class Tape(TorchDispatchMode):
                 return result
             positions = tuple(map(self._follow, new))
             if func in _ALLOCATING and result.is_contiguous() and not result.is_pinned():
-                zeroed = _ALLOCATING[func]
+                zeroed = result.nbytes if _ALLOCATING[func] else 0
                 lies = tuple(result.shape), result.stride(), result.dtype, result.device
                 self.seen.append(Allocated(positions[0], *lies, zeroed))
             else:
