@@ -17,7 +17,7 @@ from recipes.amax_reduction import check_group
 from recipes.arguments import as_flag
 from recipes.effects import Effect, perform, recording
 from recipes.pending import PendingUpdates, RecordsAmaxes, end_steps, forget
-from recipes.recipe import HighPrecision, Recipe, as_batch_invariant, recipe_within
+from recipes.recipe import HIGH_PRECISION, Recipe, as_batch_invariant, recipe_within
 from recipes.registry import as_recipe
 from recipes.stack import (
     ActiveRecipe,
@@ -191,7 +191,7 @@ class autocast(ContextDecorator):
 
 def _asked(recipe: Recipe | str | None, enabled: bool, batch_invariant: bool) -> Recipe:
     asked = as_recipe(recipe)
-    chosen = asked if as_flag("enabled", enabled) else HighPrecision()
+    chosen = asked if as_flag("enabled", enabled) else HIGH_PRECISION
     needed = as_flag("batch_invariant", batch_invariant) or asked.batch_invariant
     return as_batch_invariant(chosen) if needed else chosen
 

@@ -73,6 +73,8 @@ class PendingUpdates:
         recorded: states of quantizers that recorded before, of which this step is part: what they recorded again is
         forgotten. Those of the others are added.
         """
+        if not self._quantizers:
+            return
         quantizers = self.take()
         if recorded:
             forget({state: quantizer for state, quantizer in quantizers.items() if state in recorded})

@@ -255,6 +255,9 @@ class HighPrecision(Recipe):
         return None
 
 
+HIGH_PRECISION = HighPrecision()  # where none is chosen: the same object each time, which is found by its identity
+
+
 def _plain(name: str, value: object) -> Any:
     if isinstance(value, Recipe):
         return value.to_dict()

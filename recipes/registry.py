@@ -8,7 +8,7 @@ from recipes.float8_block import Float8BlockScaling
 from recipes.float8_rowwise import Float8RowwiseScaling
 from recipes.mxfp8 import MXFP8BlockScaling
 from recipes.nvfp4 import NVFP4BlockScaling
-from recipes.recipe import HighPrecision, Recipe, check_by_value
+from recipes.recipe import HIGH_PRECISION, HighPrecision, Recipe, check_by_value
 
 RECIPES: tuple[type[Recipe], ...] = (
     HighPrecision,
@@ -32,7 +32,7 @@ def as_recipe(recipe: Recipe | str | None, argument: str = "recipe") -> Recipe:
         check_by_value(recipe)
         return recipe
     if recipe is None:
-        return _default(HighPrecision)
+        return HIGH_PRECISION
     if isinstance(recipe, type) and issubclass(recipe, Recipe):
         raise TypeError(f"{argument} is the class {recipe.__name__}, not a recipe. Give {recipe.__name__}().")
     if not isinstance(recipe, str):
@@ -45,7 +45,7 @@ def as_recipe(recipe: Recipe | str | None, argument: str = "recipe") -> Recipe:
 
 @cache
 def _default(kind: type[Recipe]) -> Recipe:
-    return kind()
+    return HIGH_PRECISION if kind is HighPrecision else kind()
 
 
 def _known_names() -> str:

@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 
 from recipes.pending import PendingUpdates
-from recipes.recipe import HighPrecision, Recipe, Role, recipe_within
-
-_HIGH_PRECISION = HighPrecision()
+from recipes.recipe import HIGH_PRECISION, Recipe, Role, recipe_within
 
 
 def key_of(recipe: Recipe) -> str:
@@ -53,7 +51,7 @@ def is_batch_invariant(key: str) -> bool:
     return key.endswith(_BATCH_INVARIANT)
 
 
-_HIGH_PRECISION_KEY = key_of(_HIGH_PRECISION)
+_HIGH_PRECISION_KEY = key_of(HIGH_PRECISION)
 
 
 class CastScales:
@@ -310,7 +308,7 @@ def are_ordinary(entries: Stack) -> bool:
 
 def recipe_of(entries: Stack) -> Recipe:
     """The recipe of the innermost of these entries; `HighPrecision()` if there is none."""
-    return entries[-1].recipe if entries else _HIGH_PRECISION
+    return entries[-1].recipe if entries else HIGH_PRECISION
 
 
 def recipe_in_use(own: Recipe | None, entries: Stack | None = None) -> Recipe:

@@ -31,9 +31,9 @@ from ops.runner.backward import (
     raise_located,
 )
 from ops.runner.context import OperationContext, state_of
+from ops.runner.input import is_stored
 from ops.runner.nested_backward import retains_graph, unreached
 from ops.runner.program import Program
-from ops.runner.quantizer_state import append_states
 from ops.runner.repeat import at_places
 from recipes.amax_reduction import may_reduce
 from recipes.cast_counts import is_counting
@@ -197,7 +197,8 @@ class KnownBackward:
                 held.append(parameter)  # its address is read anew: FSDP2 may have gathered it into other memory
             key.append(operation.training)
             if operation._buffers:
-                append_states(operation, key, held)
+                key += operation._buffers
+                held += operation._buffers.values()
         if slot < len(parameters):
             return None
         if not self.external:
@@ -219,6 +220,8 @@ class KnownBackward:
     ) -> _KnownStep | None:  # fmt: skip
         """What an earlier backward has found, or one that ran in full. The tensors are appended, each once, and their
         addresses."""
+        if not is_stored(dy):
+            return None
         try:
             lie = how((*given.held, dy, *saved, *given.into), tensors, addresses)
         except (TypeError, RuntimeError):  # one is not plain, sparse, or nested

@@ -31,7 +31,6 @@ from ops.runner.input import is_stored
 from ops.runner.known_backward import KnownBackward, is_ordinary
 from ops.runner.node import apply_in_eager_mode, as_output
 from ops.runner.program import Program
-from ops.runner.quantizer_state import append_states
 from ops.runner.repeat import RepeatedStep
 from ops.runner.run import Pipeline, step_of
 from ops.runner.settings import Settings, settings_of
@@ -94,13 +93,13 @@ def call_again(
 ) -> Tensor | None:
     """y of a call that was made before; None: make it in full, `pipeline(x, extras, ...)`."""
     kind = type(x)
-    if (kind is not Tensor and kind is not Parameter) or not is_on_gpu(x) or not is_stored(x):
+    if (kind is not Tensor and kind is not Parameter) or not is_on_gpu(x):
         return None
     entries = open_entries()
     recipe, with_grad = recipe_in_use(pipeline.recipe, entries), torch.is_grad_enabled()
     autocasts = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
     terms = recipe, with_grad, training, fusions_version, autocasts, x.dtype
-    if terms in pipeline.in_full or not is_ordinary():
+    if (pipeline.in_full and terms in pipeline.in_full) or not is_ordinary():
         return None
     if torch._C._current_graph_task_id() >= 0 or _top_hooks(True) is not None:  # computed again, or packed
         return None
@@ -158,14 +157,15 @@ def _given(pipeline: Pipeline, x: Tensor, extras: Mapping[str, Any], terms: tupl
         present += own
         tensors += own
         if operation._buffers:
-            append_states(operation, key, tensors)
+            key += operation._buffers
+            tensors += operation._buffers.values()
     key += scopes
     tensors.append(x)
     extra: list[Any] = []
     for name in pipeline.consumed:
         value: Any = extras.get(name)
         kind = type(value)
-        if (kind is not Tensor and kind is not Parameter) or not is_stored(value):
+        if kind is not Tensor and kind is not Parameter:
             return None
         extra.append(value)
     tensors += extra
@@ -178,7 +178,7 @@ def _looked_up(
 ) -> KnownCall | None:  # fmt: skip
     """What an earlier call has found for tensors that lie like these. They are appended, each once, and their
     addresses."""
-    key = _full_key(given, tensors, addresses)
+    key = _full_key(x, given, tensors, addresses)
     if key is None:
         return None
     known: KnownCall | None = pipeline.known.get(key)
@@ -204,10 +204,12 @@ def _looked_up(
     return known
 
 
-def _full_key(given: _Given, tensors: list[Any], addresses: list[int]) -> tuple[Any, ...] | None:
+def _full_key(x: Tensor, given: _Given, tensors: list[Any], addresses: list[int]) -> tuple[Any, ...] | None:
     """That of `given`, with how its tensors lie; they are appended, each once, and their addresses. None: one is not
-    plain, sparse, nested, or computed from other parameters."""
+    plain, sparse, nested, or computed from other parameters, or its numbers are others than those in its memory."""
     if any(type(parameter) is not Parameter for parameter in given.parameters):  # a tensor in its place is computed
+        return None
+    if not all(map(is_stored, (x, *given.extras))):
         return None
     try:
         lie = how(given.tensors, tensors, addresses)

@@ -56,15 +56,15 @@ class PipelineFunction(torch.autograd.Function):
     @staticmethod
     @not_traced("What has run eagerly forward does so backward, too. Compile the model to have both traced.")
     def backward(fctx: Any, dy: Tensor | None, *d_returned: Tensor | None) -> tuple[Any, ...]:
-        if dy is not None:
-            dy = as_stored(dy)
-        if d_returned:
-            d_returned = tuple([d if d is None else as_stored(d) for d in d_returned])
         known = fctx.known
         if known is not None:
             found = known.backward.run(fctx, dy)
             if found is not None:
                 return None, *found
+        if dy is not None:
+            dy = as_stored(dy)
+        if d_returned:
+            d_returned = tuple([d if d is None else as_stored(d) for d in d_returned])
         if torch.is_grad_enabled():
             raise RuntimeError(DOUBLE_BACKWARD)
         refuse_gradients((dy, *d_returned))

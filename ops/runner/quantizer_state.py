@@ -117,14 +117,6 @@ def kinds_of(buffers: Mapping[str, Tensor | None]) -> tuple[str | bool, ...]:
     return (*buffers, *[tensor is not None and tensor.is_inference() for tensor in buffers.values()])
 
 
-def append_states(operation: Any, key: list[Any], tensors: list[Any]) -> None:
-    """Append to the key which buffers the operation has, in which order, and to the tensors those that are none."""
-    buffers = operation._buffers
-    key += buffers
-    key += map(type, buffers.values())
-    tensors += [tensor for tensor in buffers.values() if tensor is not None]
-
-
 def held_names(buffers: Mapping[str, Any]) -> Iterator[str]:
     """Those of these names that are of quantizers' states."""
     return (name for name in buffers if name.startswith(_PREFIXES))

@@ -18,7 +18,8 @@ _address: Any = Tensor.data_ptr
 
 class Layouts:
     """How some tensors lie, each of them another one, which it does not keep: class, dtype, device, shape, strides,
-    address modulo 16 bytes, whether they require gradients and were made under inference mode.
+    address modulo 16 bytes, whether they require gradients and were made under inference mode, and whether their
+    numbers are those in memory (`ops.runner.input.is_stored`).
     """
 
     __slots__ = ("_behind_16", "_lie_alike")
