@@ -29,13 +29,16 @@ _HOW = "Use fuser.checkpoint, or open autocast(recipe) inside of the function th
 class ForwardWithGrad:
     """A forward with gradients. Autograd keeps it alive as long as its backward can run."""
 
-    __slots__ = ("__weakref__", "entries", "has_run", "recipe", "training")
+    __slots__ = ("__weakref__", "entries", "has_run", "training")
 
     def __init__(self, training: bool, entries: Stack) -> None:
         self.training = training
         self.entries = entries
-        self.recipe = recipe_of(entries)
         self.has_run = False
+
+    @property
+    def recipe(self) -> Recipe:
+        return recipe_of(self.entries)
 
 
 class _WithoutGrad(NamedTuple):
@@ -66,10 +69,10 @@ class FirstForwards:
         """
         if entries is None:
             entries = open_entries()
-        frames = [call.frame for call in checkpoints()]
-        if frames:
+        calls = checkpoints()
+        if calls:
             with self._lock:
-                self._note(frames, entries)
+                self._note([call.frame for call in calls], entries)
         if torch.is_grad_enabled():
             forward = ForwardWithGrad(training, entries)
             self._with_grad.add(weakref.ref(forward, self._with_grad.discard))

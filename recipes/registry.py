@@ -28,19 +28,23 @@ def as_recipe(recipe: Recipe | str | None, argument: str = "recipe") -> Recipe:
 
     Raises ValueError for an unknown name, TypeError for anything else, and for a recipe that is not equal by value.
     """
+    if recipe is None:
+        return HIGH_PRECISION
+    if isinstance(recipe, str):
+        return _named(recipe)
     if isinstance(recipe, Recipe):
         check_by_value(recipe)
         return recipe
-    if recipe is None:
-        return HIGH_PRECISION
     if isinstance(recipe, type) and issubclass(recipe, Recipe):
         raise TypeError(f"{argument} is the class {recipe.__name__}, not a recipe. Give {recipe.__name__}().")
-    if not isinstance(recipe, str):
-        raise TypeError(f"{argument} is {recipe!r}, but must be a Recipe or a name. Pass {_known_names()}.")
+    raise TypeError(f"{argument} is {recipe!r}, but must be a Recipe or a name. Pass {_known_names()}.")
+
+
+def _named(name: str) -> Recipe:
     for kind in RECIPES:
-        if recipe in kind.names:
+        if name in kind.names:
             return _default(kind)
-    raise ValueError(f"there is no recipe named {recipe!r}. Pass {_known_names()}, or a Recipe.")
+    raise ValueError(f"there is no recipe named {name!r}. Pass {_known_names()}, or a Recipe.")
 
 
 @cache
