@@ -241,16 +241,16 @@ class GroupedMLP(FusedOperation):
         splits, _ = self.fc1.check(fc1_ctx, x, extras)
         scales = extras.get("scales")
         path = fc1_ctx.path
-        x_q = self.fc1.input_operand(fc1_ctx, x, splits)
         needs_grad = any(ctx.needs_grad for ctx in ctxs)
         scales_of_bias = scales if self.fc2.scale_bias else None
         quantizer = fc2_ctx.quantizer(Role.INPUT)
         stores_h = needs_grad or "output" in fc1_ctx.buffers
         if quantizer is None and not (stores_h or self.why_pre_activation(path, fc1_ctx.dtype)):
+            x_q = self.fc1.input_operand(fc1_ctx, x, splits)
             act = self.fc1.fprop_activation(fc1_ctx, x_q, self.activation, scales if self.scaled else None)
             act_q = path.quantize(act, splits, None, rowwise=True, columnwise=False)
             return self.fc2.fprop(fc2_ctx, act_q, act, splits, scales_of_bias), {}
-        h, act_q, rows, meetings = self._hidden(fc1_ctx, x_q, x, splits, scales, quantizer, stores_h=stores_h)
+        h, act_q, rows, meetings = self._hidden(fc1_ctx, x, splits, scales, quantizer, stores_h=stores_h)
         y = self.fc2.fprop(fc2_ctx, act_q, x if rows is None else rows, splits, scales_of_bias, keeps_x=False)
         if needs_grad:
             act_scale = None if quantizer is None else quantizer.snapshot(x.device)
@@ -261,7 +261,6 @@ class GroupedMLP(FusedOperation):
     def _hidden(
         self,
         ctx: OperationContext,
-        x_q: Any,
         x: Any,
         splits: Splits,
         scales: Tensor | None,
@@ -276,6 +275,7 @@ class GroupedMLP(FusedOperation):
         of_act = scales if self.scaled else None
         copies: dict[str, Any] = {"rowwise": True, "columnwise": False}
         together = self.why_apart(path, ctx.dtype) is None
+        x_q = self.fc1.input_operand(ctx, x, splits)
         h: Tensor | None
         rows: Tensor | None = None
         if together and quantizer is None:
@@ -292,6 +292,7 @@ class GroupedMLP(FusedOperation):
             h = self.fc1.fprop(ctx, x_q, x, splits, None)
             if self.fc2.reads_values:
                 rows = activation(h, self.activation, of_act)
+        del x_q  # but for what is saved of it, so that its memory serves what FC2 multiplies
         if rows is not None:
             return h, path.quantize(rows, splits, quantizer, **copies), rows, None
         assert h is not None, "act was computed, too, where it is not stored"
