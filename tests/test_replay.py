@@ -415,8 +415,9 @@ def check_a_buffer_is_freed_with_the_last_part_of_it():
 
 
 def check_temporary_memory_is_one_block_where_it_is_allocated_and_freed_together():
-    """Memory that is allocated between two frees, or behind one, would raise the peak: it stays apart."""
-    bytes_of = {"a": 2**17, "b": 2**18, "c": 2**17, "d": 2**17, "e": 2**25}
+    """Memory that is allocated between two frees, or behind one, would raise the peak: it stays apart. Views of what
+    stays free nothing (v), and small memory (s, t) is allocated first, and freed with the last of it."""
+    bytes_of = {"a": 2**17, "b": 2**18, "c": 2**17, "d": 2**17, "e": 2**25, "s": 2**10, "t": 2**10}
     shapes, outs = [], []
 
     def function(x, order):
@@ -425,6 +426,8 @@ def check_temporary_memory_is_one_block_where_it_is_allocated_and_freed_together
         for name in order.split():
             if name.startswith("-"):
                 del living[name[1:]]
+            elif name == "v":
+                living[name] = x.view(-1)
             else:
                 living[name] = torch.empty(bytes_of[name], dtype=torch.uint8)
                 launch_once(x, living[name].view(torch.float32), 2)
@@ -435,7 +438,7 @@ def check_temporary_memory_is_one_block_where_it_is_allocated_and_freed_together
         replays(x, order), replays(x, order)
         runs.clear(), shapes.clear()
         outs[:] = [launch[_at("out")] for launch in launches_of(replays, x, order)]
-        assert not runs and len(outs) == len([name for name in order.split() if name[0] != "-"])
+        assert not runs and len(outs) == len([name for name in order.split() if name[0] not in "-v"])
         return [shape[0] for shape in shapes[:-1]]
 
     x, allocate = torch.randn(16, 16), torch.empty_strided
@@ -448,6 +451,9 @@ def check_temporary_memory_is_one_block_where_it_is_allocated_and_freed_together
         assert sizes("a b -a c -b -c") == [2**17, 2**18, 2**17]
         assert sizes("a d -a b -b -d") == [2**17, 2**17, 2**18]
         assert sizes("a e -a -e") == [2**17, 2**25]  # too large
+        assert sizes("a v -v b -a -b") == [2**17 + 2**18]
+        assert sizes("a s t -s b -a -b -t") == sizes("a b -a s t -b -s -t") == [2**11, 2**17 + 2**18]
+        assert sizes("a s t -s -t b -a -b") == [2**11, 2**17, 2**18]
     finally:
         torch.empty_strided = allocate
 

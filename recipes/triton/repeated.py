@@ -238,9 +238,12 @@ def _zeroed_by_launch(seen: Sequence[Seen], memory: _Memory) -> tuple[Sequence[A
     return first, [step for step in done if not (isinstance(step, Allocated) and step in made)]
 
 
-def _together(seen: Sequence[Seen], needed: set[int]) -> list[list[Allocated]]:
+def _together(seen: Sequence[Seen], needed: set[int], parts: set[int]) -> list[list[Allocated]]:
     """The other temporary memory whose tensors nothing needs, in groups: nothing is freed between the allocations of a
-    group, and nothing allocated between its ends. So one block in its place needs no more memory."""
+    group, and nothing allocated between its ends. So one block in its place needs no more memory.
+
+    parts: the positions that lie in the buffer, which is allocated first, and freed with the last of them
+    """
     root: dict[int, int] = {}  # of views
     ends: dict[int, int] = {}
     for at, step in enumerate(seen):
@@ -248,9 +251,13 @@ def _together(seen: Sequence[Seen], needed: set[int]) -> list[list[Allocated]]:
             root |= {made: root.get(base, base) for made, (base, _) in zip(step.made, step.views_of, strict=True)}
         elif isinstance(step, Freed):
             ends[root.get(step.position, step.position)] = at
+    given_up = {step.position for step in seen if isinstance(step, Freed)}  # and not views of it alone
+    ends = {position: at for position, at in ends.items() if position in given_up}
+    last_part = max((ends.get(part, len(seen)) for part in parts), default=len(seen))
     operated = [at for at, step in enumerate(seen) if isinstance(step, Operated) and step.views_of is None]
-    freed = sorted([*operated, *ends.values()])
-    allocated = sorted([*operated, *(at for at, step in enumerate(seen) if isinstance(step, Allocated))])
+    freed = sorted([*operated, last_part, *(at for position, at in ends.items() if position not in parts)])
+    new = (at for at, step in enumerate(seen) if isinstance(step, Allocated) and step.position not in parts)
+    allocated = sorted([*operated, *new])
     groups: list[tuple[list[Allocated], int, set[int]]] = []
     for at, step in enumerate(seen):
         if not isinstance(step, Allocated) or step.zeroed or step.position in needed:
@@ -285,10 +292,11 @@ class _Memory:
         small = [s for s in seen if isinstance(s, Allocated) and s.nbytes <= (SMALL_ZEROED if s.zeroed else SMALL)]
         small = [step for step in small if step.position not in needed]
         small.sort(key=lambda step: not step.zeroed)
-        self.buffer = self._shared(small, num_arguments) if len(small) > 1 else None
+        small = small if len(small) > 1 else []
+        self.buffer = self._shared(small, num_arguments) if small else None
         self.blocks: dict[int, Allocated] = {}
         count = num_arguments + (self.buffer is not None)
-        for group in _together(seen, needed):
+        for group in _together(seen, needed, {step.position for step in small}):
             if len(group) > 1:
                 self.blocks[group[0].position] = self._shared(group, count)
                 count += 1
