@@ -6,8 +6,7 @@
 
 A joint fusion: it saves x, h and the scales for backward, and recomputes act there. FC1 and the activation, which is
 stored as values or quantized with given scales, are one kernel unless `why_apart` says why; where nothing needs a
-gradient h is not stored, unless `why_pre_activation` does. FC2's dgrad and the backward of the activation are one
-kernel unless `why_apart_in_backward` says why.
+gradient h is not stored, unless `why_pre_activation` does.
 Every value that the unfused operations would store is rounded as they round it, so both give the same codes and, where
 the order of summation is the same, the same bits. Adapters (`ops.lora`) of FC1 and FC2 are their own affair: they add
 their products in `fprop` and `dgrad`, for which act and dh are there as values, too.
@@ -45,7 +44,6 @@ from ops.kernels.elementwise.activation import (
 from ops.kernels.elementwise.dactivation_cast import fits
 from ops.kernels.grouped_gemm.float8_activation import why_not_cast_at_once
 from ops.kernels.grouped_gemm.grouped_activation import why_not_at_once, why_not_both_stored
-from ops.kernels.grouped_gemm.grouped_dactivation import why_two_kernels
 from ops.kernels.grouped_gemm.tile_rules import QUEUED_ROWS
 from ops.products.paths import (
     Path,
@@ -126,7 +124,7 @@ class GroupedMLP(FusedOperation):
 
     def kernel(self, request: PlanRequest) -> str:
         ways = dict.fromkeys(linear.kernel(request) for linear in (self.fc1, self.fc2))
-        act = f"{self.activation.kind} {self._how_cast(request)}recomputed in backward{self._in_backward(request)}"
+        act = f"{self.activation.kind} {self._how_cast(request)}recomputed in backward"
         return f"{', then '.join(ways)}, {act}{self._in_modes(request)}{self.operations[1].transfers(request)}"
 
     def _how_cast(self, request: PlanRequest) -> str:
@@ -157,14 +155,6 @@ class GroupedMLP(FusedOperation):
             return f"; in training and in no-grad mode {training}"
         return f"; in training {training}; in no-grad mode {no_grad}"
 
-    def _in_backward(self, request: PlanRequest) -> str:
-        """In words, where FC2's dgrad is the activation's kernel, and where not. Nothing where there are no kernels."""
-        if request.device.type != "cuda":
-            return ""
-        why = self.why_apart_in_backward(choose_path(request), request.dtype)
-        at_once = f"by the kernel of FC2's dgrad from {QUEUED_ROWS} rows a group on"
-        return f", apart from FC2's dgrad: {why}" if why else f" {at_once}"
-
     def why_pre_activation(self, path: Path, dtype: torch.dtype) -> str | None:
         """Why h is stored although neither backward nor a buffer of the caller's needs it, as a sentence; None: FC1 and
         the activation are one kernel."""
@@ -188,20 +178,6 @@ class GroupedMLP(FusedOperation):
             split = path.recipe.split_accumulator("fprop")
             return why_not_cast_at_once(dtype, self._weights, self.activation, split, path.capability)
         return why_not_both_stored(dtype, self._weights, self.activation, path.capability)
-
-    def why_apart_in_backward(self, path: Path, dtype: torch.dtype) -> str | None:
-        """Why FC2's dgrad and the activation's backward are two kernels for any number of rows, as a sentence. None:
-        they are one, unless a buffer of the caller's takes what is not stored then."""
-        if path.name == "split":
-            return "The SplitPath multiplies group by group."
-        if any(path.recipe.quantizer(role) is not None for role in Role):
-            return "Its kernel multiplies and stores values, and this recipe quantizes."
-        if self.fc2.parallel is not None:
-            return "The kernel is for layers that ranks do not divide."
-        if self.fc2.has_adapter:
-            return "The adapter's product is added to FC2's dgrad before the activation's."
-        weights = self.fc2.num_groups, self.fc2.own_out_features, self.fc2.own_in_features
-        return why_two_kernels(dtype, weights, self.activation, path.capability)
 
     @property
     def _weights(self) -> tuple[int, int, int]:
@@ -326,39 +302,32 @@ class GroupedMLP(FusedOperation):
                 act = activation(saved.h, self.activation, saved.scales if self.scaled else None)
             d_fc2 |= fc2.adapter_gradients(fc2_ctx, dy, act)
             return dx, (d_fc1, {}, d_fc2), {"scales": dscales}
+        dact = fc2.dgrad(fc2_ctx, dy_q, dy)
+
         # The activation, whose kernel quantizes act and dh where it can. A quantizer draws a random seed or records an
         # amax: only if a product reads the result, as unfused.
         act_into = dh_into = None
         dh_copies = {"rowwise": fc1_ctx.needs.input, "columnwise": fc1.needs_weight_grad(fc1_ctx)}
         gradients = fc1_ctx.quantizer(Role.GRAD_OUTPUT) if any(dh_copies.values()) else None
-        factors = saved.scales if self.scaled else None
-        need_dscales = "scales" in act_ctx.needs.extras
-        if "grad_input" not in fc2_ctx.buffers and self.why_apart_in_backward(path, fc2_ctx.dtype) is None:
-            dh: Tensor | None
-            dh, d_act_scales, act = fc2.dgrad_and_dactivation(
-                fc2_ctx, dy_q, saved.h, self.activation, factors, need_act=reads_act or wgrad, need_dscales=need_dscales
-            )  # fmt: skip
-        else:
-            dact = fc2.dgrad(fc2_ctx, dy_q, dy)
-            alone = False
-            if not reads_act and (wgrad or dh_copies["columnwise"]) and fits(step, saved.h, dact):
-                quantizers = (gradients, inputs) if wgrad else (gradients,)
-                alone = casts_in_backward(step, dact.dtype, dact.shape[1], dact.device, *quantizers)
-            if wgrad:
-                act_into = path.quantized_buffers(
-                    dact.shape, dact.dtype, splits, inputs, **act_copy, meetings=found, alone=alone
-                )
-            if gradients is not None:
-                dh_into = path.quantized_buffers(
-                    saved.h.shape, saved.h.dtype, splits, gradients, **dh_copies, runs=self._runs, alone=alone
-                )
-            dh, d_act_scales, act = dactivation(
-                dact, saved.h, self.activation, factors,
-                need_dh=dh_into is None or fc1.needs_bias_grad(fc1_ctx) or fc1.has_adapter,
-                need_act=reads_act or (wgrad and act_into is None),
-                need_dscales=need_dscales, dh_into=dh_into, act_into=act_into,
-            )  # fmt: skip
-            del dact
+        alone = False
+        if not reads_act and (wgrad or dh_copies["columnwise"]) and fits(step, saved.h, dact):
+            quantizers = (gradients, inputs) if wgrad else (gradients,)
+            alone = casts_in_backward(step, dact.dtype, dact.shape[1], dact.device, *quantizers)
+        if wgrad:
+            act_into = path.quantized_buffers(
+                dact.shape, dact.dtype, splits, inputs, **act_copy, meetings=found, alone=alone
+            )
+        if gradients is not None:
+            dh_into = path.quantized_buffers(
+                saved.h.shape, saved.h.dtype, splits, gradients, **dh_copies, runs=self._runs, alone=alone
+            )
+        dh, d_act_scales, act = dactivation(
+            dact, saved.h, self.activation, saved.scales if self.scaled else None,
+            need_dh=dh_into is None or fc1.needs_bias_grad(fc1_ctx) or fc1.has_adapter,
+            need_act=reads_act or (wgrad and act_into is None),
+            need_dscales="scales" in act_ctx.needs.extras, dh_into=dh_into, act_into=act_into,
+        )  # fmt: skip
+        del dact
         dscales = _sum(cast(ActivationOperation, self.operations[1]).reduce_operand_gradient(d_act_scales), dscales)
         if wgrad:
             act_q = path.quantize(act, splits, inputs, **act_copy) if act_into is None else act_into.copies

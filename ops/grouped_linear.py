@@ -445,14 +445,6 @@ class GroupedLinear(OperationWithWeights):
         dx = ctx.path.dgrad(dy_q, self.weight_operand(ctx, columnwise=True), out=out)
         return dx if self.parallel is None else self.parallel.reduce_grad_input(dx, out)
 
-    def dgrad_and_dactivation(
-        self, ctx: OperationContext, dy_q: Any, h: Tensor, spec: Activation, scales: Tensor | None, **needed: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What `dactivation` makes of `dgrad`, for dy and weights that are not quantized; of a layer without adapter
-        that ranks do not divide, and no buffer of the caller's. needed: need_act and need_dscales."""
-        weights = self.weight_operand(ctx, columnwise=True)
-        return ctx.path.dgrad_and_dactivation(dy_q, weights, h, spec, scales, **needed)
-
     def release(self, ctx: OperationContext) -> int:
         """Let the operation before transfer dx, if that lies in its memory, while weight gradients are computed.
         Returns how many multiprocessors these leave to it."""

@@ -41,7 +41,7 @@ from ops.kernels.elementwise import chain as elementwise
 from ops.kernels.elementwise import chain_steps as steps
 from ops.kernels.elementwise.activation import KINDS, Activation, activation_step
 from ops.kernels.elementwise.share_sums import sum_shares_triton
-from ops.kernels.grouped_gemm import bias_grad, float8_activation, grouped_activation, grouped_dactivation
+from ops.kernels.grouped_gemm import bias_grad, float8_activation, grouped_activation
 from ops.kernels.grouped_gemm import float8 as grouped_gemm_float8
 from ops.kernels.grouped_gemm import high_precision as grouped_gemm
 from ops.kernels.grouped_gemm.grouped_activation import grouped_activation_triton
@@ -165,14 +165,6 @@ def launch_both_stored(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, 
         step = activation_step(Activation("swiglu"), given is not None)
         for h in (both, None):
             grouped_activation.m_grouped_activation_gluon(x, w, offsets, given, h, act, QUEUED_IN_GLUON, step)
-        # and their backward, of a product whose sums are the same features
-        dy, shares = x.new_empty(len(x), w.shape[2]), x.new_empty(2, len(x), dtype=torch.float32)
-        for made, sums in ((act, None), (None, None), *(((act, shares), (None, shares)) if given is not None else ())):
-            grouped_dactivation.m_grouped_dactivation_gluon(
-                dy, w.view(len(w), w.shape[2], -1), offsets, torch.empty_like(act.repeat(1, 4)), given,
-                torch.empty_like(act.repeat(1, 4)), None if made is None else act.repeat(1, 2), sums,
-                grouped_dactivation.TILE, step,
-            )  # fmt: skip
 
 
 def launch_outputs_and_dgrads(rows: int, features: tuple[int, int], dtype: torch.dtype, tf32: bool) -> None:

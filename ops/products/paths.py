@@ -34,7 +34,6 @@ from ops.kernels.elementwise.dactivation_cast import casts_alone, fits_gluon
 from ops.kernels.grouped_gemm.bias_grad import grouped_bias_grad
 from ops.kernels.grouped_gemm.float8_activation import grouped_gemm_activation_cast
 from ops.kernels.grouped_gemm.grouped_activation import grouped_activation, grouped_gemm_activation
-from ops.kernels.grouped_gemm.grouped_dactivation import grouped_gemm_dactivation
 from ops.kernels.grouped_gemm.grouped_gemm import Operands, k_grouped, m_grouped, without_row_factors
 from ops.kernels.grouped_gemm.operands import accumulator_like
 from ops.kernels.routing.permute import gather
@@ -280,22 +279,6 @@ class GroupedPath:
             return multiply(out=out, out_dtype=dy.dtype)
         product = multiply(out_dtype=torch.promote_types(dy.dtype, torch.float32))
         return self._finish(writable(product), factors, dy, out)
-
-    def dgrad_and_dactivation(
-        self,
-        dy: GroupedTensor,
-        w: Tensor,
-        h: Tensor,
-        spec: Activation,
-        scales: Tensor | None,
-        *,
-        need_act: bool,
-        need_dscales: bool,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What `dactivation` makes of `dgrad`, of dy and w that are not quantized: dh, dscales and act."""
-        assert dy.data is not None, "its operands are not quantized"
-        needed = {"need_act": need_act, "need_dscales": need_dscales}
-        return grouped_gemm_dactivation(dy.data, w, dy.splits, h, spec, scales_T=scales, **needed)
 
     def wgrad(
         self,
