@@ -85,9 +85,14 @@ def check_fusion_class(fusion: object) -> None:
     name = fusion.__name__
     if not isinstance(fusion.pattern, tuple | list) or isinstance(fusion.pattern, Optional | Several):
         raise TypeError(f"{name}.pattern is {fusion.pattern!r}, but must be a tuple. Of one member, write (member,).")
-    if not any(not isinstance(member, Optional) for member in fusion.pattern):
+    for member in fusion.pattern:
+        if isinstance(member, Several) and as_integer(f"{name}.pattern: at_least", member.at_least) < 0:
+            raise TypeError(f"{name}.pattern holds {member!r}. Give at_least=0, or how many must be there.")
+    if not any(_least(member) for member in fusion.pattern):
         raise TypeError(f"{name}.pattern names no operation that must be there. Give it a tuple of classes.")
     for member in fusion.pattern:
+        if not _alternatives(member):
+            raise TypeError(f"{name}.pattern holds {member!r}, which no operation fits. Name the classes that do.")
         for kind in _alternatives(member):
             if not (isinstance(kind, type) and issubclass(kind, BasicOperation)):
                 raise TypeError(f"{name}.pattern holds {kind!r}, which is not a BasicOperation class.")
@@ -215,15 +220,20 @@ def _match_lengths(pattern: Sequence[Any], steps: Sequence[PlannedOperation]) ->
         yield 0
         return
     member, rest = pattern[0], pattern[1:]
-    least, most = (0, 1) if isinstance(member, Optional) else (1, 1)
-    if isinstance(member, Several):
-        least, most = member.at_least, len(steps)
+    least, most = _least(member), len(steps) if isinstance(member, Several) else 1
     fitting = 0
     while fitting < min(most, len(steps)) and _fits(steps[fitting], member):
         fitting += 1
     for count in range(fitting, least - 1, -1):
         for more in _match_lengths(rest, steps[count:]):
             yield count + more
+
+
+def _least(member: object) -> int:
+    """How many operations it stands for at least."""
+    if isinstance(member, Several):
+        return member.at_least
+    return 0 if isinstance(member, Optional) else 1
 
 
 def _fits(step: PlannedOperation, member: object) -> bool:

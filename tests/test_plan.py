@@ -298,6 +298,12 @@ class A(Square):
         pytest.param((several(Scale),), (Scale, Scale, Tap, Scale), ["0-1", "3"], id="several"),
         pytest.param((several(Scale, Shift),), (Shift, Scale, Shift), ["0-2"], id="several-alternatives"),
         pytest.param((several(Scale, at_least=2),), (Scale, Tap, Scale, Scale), ["2-3"], id="several-at-least"),
+        pytest.param(
+            (Scale, several(Square, at_least=0), Shift),
+            (Scale, Shift, Scale, Square, Square, Shift),
+            ["0-1", "2-5"],
+            id="several-or-none",
+        ),
         pytest.param((several(Scale), Scale, Shift), (Scale, Scale, Scale, Shift), ["0-3"], id="several-given-back"),
         pytest.param((Tap, several(Scale)), (Tap, Shift), [], id="several-none"),
         pytest.param(
@@ -485,6 +491,22 @@ class AllOptional(FusedOperation):
     pattern = (optional(Scale),)
 
 
+class AllPerhaps(FusedOperation):
+    pattern = (several(Scale, at_least=0), optional(Shift))
+
+
+class Fewer(FusedOperation):
+    pattern = (Scale, several(Shift, at_least=-1))
+
+
+class NoClass(FusedOperation):
+    pattern = (Scale, several())
+
+
+class NoneOf(FusedOperation):
+    pattern = (Scale, ())
+
+
 class StrangeMember(FusedOperation):
     pattern = (Scale, nn.Linear)
 
@@ -514,6 +536,10 @@ class StrangePasses(FusedOperation):
         (Joint((Scale(), Shift())), "is not a fusion. Give a subclass of FusedOperation"),
         (NoPattern, "NoPattern.pattern names no operation that must be there"),
         (AllOptional, "AllOptional.pattern names no operation that must be there"),
+        (AllPerhaps, "AllPerhaps.pattern names no operation that must be there"),
+        (Fewer, r"Fewer.pattern holds Several\(.*at_least=-1\). Give at_least=0, or how many must be there"),
+        (NoClass, r"NoClass.pattern holds Several\(.*\), which no operation fits. Name the classes that do"),
+        (NoneOf, r"NoneOf.pattern holds \(\), which no operation fits"),
         (StrangeMember, r"StrangeMember.pattern holds .*Linear.*, which is not a BasicOperation class"),
         (NoTuple, r"NoTuple.pattern is .*Scale.*, but must be a tuple. Of one member, write \(member,\)"),
         (OptionalAlone, "OptionalAlone.pattern is Optional.*, but must be a tuple"),

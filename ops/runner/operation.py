@@ -498,7 +498,8 @@ class Several(NamedTuple):
 
 
 def several(*alternatives: type, at_least: int = 1) -> Several:
-    """A member of a pattern that stands for `at_least` or more neighbours of these classes: as many as there are."""
+    """A member of a pattern that stands for `at_least` or more neighbours of these classes: as many as there are. With
+    at_least=0 there may be none."""
     return Several(alternatives, at_least)
 
 
