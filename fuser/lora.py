@@ -17,12 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from fuser.tied_parameters import tied_parameters
 from ops.grouped_linear import GroupedLinear
 from ops.linear import Linear
 from ops.lora import ADAPTED, LowRankAdapter, as_alpha, as_dropout
-from ops.runner.parameters import computed_names
+from ops.runner.parameters import computed_names, held_parameter
 from recipes.arguments import positive_integers
 
 PREFIX = "base_model.model."  # of every name in peft's files
@@ -82,11 +83,13 @@ def merge(model: nn.Module) -> None:
     CUDA graphs that were captured before go on adding the adapters: capture them again.
 
     Raises RuntimeError if the model has no adapters, some that are merged, or one on a weight that the model holds in
-    another place too, NotImplementedError for weights that `fully_shard` has sharded; then nothing is changed.
+    another place too, NotImplementedError for weights that `fully_shard` has sharded, or that are computed since; then
+    nothing is changed.
     """
     adapters = _adapters(model)
     _check_all(adapters, merged=False, mend="Call lora.unmerge(model) before.")
     _check_whole(adapters)
+    _check_registered_weights(adapters)
     _check_untied(model)
     for adapter in adapters.values():
         adapter.merge()
@@ -97,10 +100,12 @@ def unmerge(model: nn.Module) -> None:
 
     What has changed them since, such as an optimizer that steps them, is undone; `unload` keeps it.
 
-    Raises RuntimeError if the model has no adapters, or some that are not merged; then nothing is changed.
+    Raises RuntimeError if the model has no adapters, or some that are not merged, NotImplementedError for weights that
+    are computed since; then nothing is changed.
     """
     adapters = _adapters(model)
     _check_all(adapters, merged=True, mend="Call lora.merge(model) before.")
+    _check_registered_weights(adapters)
     for adapter in adapters.values():
         adapter.unmerge()
 
@@ -119,12 +124,15 @@ def unload(model: nn.Module) -> None:
     """Put plain operations back in the places of those with adapters, with the weights as they are: merged or not.
 
     The adapters are dropped. What requires grad stays as it is. Raises RuntimeError if the model has no adapters,
-    ValueError if it is one, NotImplementedError for weights that `fully_shard` has sharded; then nothing is changed.
+    ValueError if it is one, NotImplementedError for weights that `fully_shard` has sharded, or that
+    `torch.nn.utils.parametrize` computes; then nothing is changed.
     """
     adapters = _adapters(model)
     _check_whole(adapters)
     for name, adapter in adapters.items():
         _check_has_place(name, adapter)
+        if is_parametrized(adapter):
+            _refuse_computed(name, computed_names(adapter))
     _replace(model, {adapter: adapter.plain() for adapter in adapters.values()})
 
 
@@ -215,13 +223,7 @@ def _checked_target(name: str, module: nn.Module) -> Linear | GroupedLinear:
     kind = type(module)
     if isinstance(module, LowRankAdapter):
         raise RuntimeError(f"{name!r} has an adapter. Remove it with lora.unload(model), or leave it out of targets.")
-    computed = computed_names(module)
-    if computed:
-        raise NotImplementedError(
-            f"{name!r} computes its {' and '.join(computed)} (a parametrization, or pruning), and adapters are for "
-            "parameters. Remove that first (torch.nn.utils.parametrize.remove_parametrizations, prune.remove), or name "
-            "other targets."
-        )
+    _refuse_computed(name, computed_names(module), or_else=", or name other targets")
     if kind not in ADAPTED or not isinstance(module, Linear | GroupedLinear):
         raise TypeError(
             f"{name!r} is a {kind.__name__}, but adapters are for ops.Linear and ops.GroupedLinear themselves, not for "
@@ -247,6 +249,22 @@ def _check_whole(adapters: Mapping[str, LowRankAdapter]) -> None:
         raise NotImplementedError(
             f"Sharded by fully_shard: {', '.join(sharded)}. Do this before fully_shard; lora.state_dict(model) gives "
             "the whole adapters of a sharded model, to be loaded into one that is not."
+        )
+
+
+def _check_registered_weights(adapters: Mapping[str, LowRankAdapter]) -> None:
+    for name, adapter in adapters.items():
+        _refuse_computed(name, [own for own in computed_names(adapter) if own in adapter.weight_names])
+        for own in adapter.weight_names:
+            held_parameter(adapter, own)  # raises AttributeError if there is none
+
+
+def _refuse_computed(name: str, computed: Sequence[str], or_else: str = "") -> None:
+    if computed:
+        raise NotImplementedError(
+            f"{name!r} computes its {' and '.join(computed)} (a parametrization, or pruning), and adapters are for "
+            "parameters. Remove that first (torch.nn.utils.parametrize.remove_parametrizations, prune.remove)"
+            f"{or_else}."
         )
 
 

@@ -296,6 +296,30 @@ def test_a_weight_that_is_computed_is_refused_and_nothing_is_frozen(compute):
     assert lora.add(model, 2, "0|3") == ("0", "3")
 
 
+@pytest.mark.parametrize("compute", [weight_norm, partial(prune.l1_unstructured, name="weight", amount=0.5)])
+def test_a_weight_that_is_computed_later_is_not_merged_and_nothing_is_changed(compute):
+    model = adapted()
+    y = model(data(), split_sizes=[5, 0, 9])
+    compute(model[2])
+    with pytest.raises(NotImplementedError, match=r"'2' computes its weight \(a parametrization, or pruning\)"):
+        lora.merge(model)
+    assert not any(model[at].merged for at in (0, 2, 3))
+    if parametrize.is_parametrized(model[2]):
+        with pytest.raises(NotImplementedError, match=r"'2' computes its weight .* Remove that first"):
+            lora.unload(model)
+        parametrize.remove_parametrizations(model[2], "weight")
+        with pytest.raises(AttributeError, match=r"assign torch.nn.Parameter\(operation.weight, requires_grad=False\)"):
+            lora.merge(model)
+        assert not any(model[at].merged for at in (0, 2, 3))
+        model[2].weight = nn.Parameter(model[2].weight, requires_grad=False)
+        lora.merge(model)
+        torch.testing.assert_close(model(data(), split_sizes=[5, 0, 9]), y, rtol=1e-4, atol=1e-4)
+        weight_norm(model[2])
+        with pytest.raises(NotImplementedError, match="'2' computes its weight"):
+            lora.unmerge(model)
+        assert all(model[at].merged for at in (0, 2, 3))
+
+
 def test_what_has_an_adapter_or_none_is_refused():
     model = mlp()
     for call in (lora.merge, lora.unmerge, lora.unload, lora.state_dict):

@@ -76,7 +76,8 @@ def held_parameter(operation: Any, name: str) -> Tensor:
         raise AttributeError(
             f"{type(operation).__name__} has no parameter {name!r}. A tensor that is computed from other parameters "
             "takes its place by torch.nn.utils.parametrize or torch.func.functional_call; FSDP1 takes "
-            "use_orig_params=True."
+            "use_orig_params=True. What torch.nn.utils.parametrize.remove_parametrizations leaves of a frozen one is "
+            f"no parameter: assign torch.nn.Parameter(operation.{name}, requires_grad=False)."
         )
     return parameter
 
