@@ -23,7 +23,7 @@ from ops.runner.checked import Checked
 from ops.runner.context import at_tensor
 from ops.runner.in_place import writable
 from ops.runner.operation import OperationContext
-from ops.runner.parameters import requires_grad
+from ops.runner.parameters import is_computed, requires_grad
 from ops.runner.set_once import SetOnce
 from recipes.arguments import as_number
 from recipes.recipe import Role
@@ -177,8 +177,8 @@ class LowRankAdapter(OperationWithWeights):
         gives up the copies: should it be frozen again, it is another."""
         if self.is_stand_in:
             return None
-        if any(name in self._parameters and self._parameters[name] is None for name in self.weight_names):
-            return self._frozen  # they are being moved
+        if any(self._parameters.get(name) is None and not is_computed(self, name) for name in self.weight_names):
+            return self._frozen  # they are being moved, or something is about to compute them
         if any(requires_grad(self, name) or self._has_gradient(name) for name in self.weight_names):
             self._frozen = None
         elif self._frozen is None:

@@ -320,6 +320,23 @@ def test_a_weight_that_is_computed_later_is_not_merged_and_nothing_is_changed(co
         assert all(model[at].merged for at in (0, 2, 3))
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("norm", [torch.nn.utils.weight_norm, torch.nn.utils.spectral_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_hooks_that_delete_a_weight_to_compute_it_take_layers_with_adapters(norm, recipe):
+    model, plain = adapted(), adapted()
+    with autocast(recipe):
+        model(data(), split_sizes=[5, 0, 9])  # quantizes the weights
+        norm(model[3])
+        model.eval()
+        y = model(data(), split_sizes=[5, 0, 9])
+        with torch.no_grad():
+            plain[3].weight.copy_(2 * model[3].weight)
+            assert not torch.equal(y, plain(data(), split_sizes=[5, 0, 9]))
+            plain[3].weight.copy_(model[3].weight)
+            assert torch.equal(y, plain(data(), split_sizes=[5, 0, 9]))
+
+
 def test_what_has_an_adapter_or_none_is_refused():
     model = mlp()
     for call in (lora.merge, lora.unmerge, lora.unload, lora.state_dict):
