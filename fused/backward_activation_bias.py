@@ -31,7 +31,7 @@ class BackwardActivationBias(FusedOperation):
     @classmethod
     def why_not(cls, operations: Sequence[BasicOperation], request: PlanRequest) -> str | None:
         first, activation = operations
-        if isinstance(first, Linear) and first.bias is None:
+        if isinstance(first, Linear) and not first.use_bias:
             return (
                 f"Linear has no bias, whose gradient could be summed while {type(activation).__name__} makes its own."
             )

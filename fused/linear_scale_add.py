@@ -45,7 +45,7 @@ class LinearScaleAdd(FusedOperation):
     @classmethod
     def why_not(cls, operations: Sequence[BasicOperation], request: PlanRequest) -> str | None:
         linear, constant, _ = operations
-        if cast(Linear, linear).bias is not None:
+        if cast(Linear, linear).use_bias:
             return "Linear has a bias, and a product takes one addend before it is rounded: the extra tensor."
         return why_not_scaled_products(cast(ConstantScale, constant), request)
 

@@ -20,6 +20,7 @@ from ops.products.weights import quantized_weights
 from ops.runner.checked import Checked
 from ops.runner.context import at_tensor
 from ops.runner.operation import BackwardOfBasic, OperationContext
+from ops.runner.parameters import parameter_names
 from ops.runner.set_once import SetOnce
 from ops.runner.shapes import check_features, check_parameter_dtype
 from recipes.arguments import as_flag, check_flags, positive_integers
@@ -136,6 +137,11 @@ class Linear(OperationWithWeights):
         if self.bias is not None:
             fill(self.bias, uniform, self.parallel, is_bias=True)
         self.hold_quantized()
+
+    @property
+    def use_bias(self) -> bool:
+        """Whether it has a bias, which is not computed for this."""
+        return "bias" in parameter_names(self)
 
     def input_quantizer(self, recipe: Recipe) -> Quantizer | None:
         return recipe.quantizer(Role.INPUT)
@@ -315,7 +321,7 @@ class Linear(OperationWithWeights):
         return self.own_out_features
 
     def extra_repr(self) -> str:
-        own = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        own = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
         own += ", as_one_group=True" if self.as_one_group else ""
         own += "" if self.parallel is None else self.parallel.extra_repr()
         return own + super().extra_repr()

@@ -347,6 +347,26 @@ def test_explain_computes_no_weight() -> None:
     assert why in model.explain(device="cuda") and not calls
 
 
+@pytest.mark.parametrize(
+    "behind", [(ops.GELU(),), (ops.ConstantScale(2.0), ops.AddExtraInput("residual"))], ids=["activation", "scale-add"]
+)
+def test_a_bias_is_computed_once_in_a_forward_and_not_to_ask_whether_it_is_there(behind: Any) -> None:
+    calls = []
+
+    class Counted(nn.Module):
+        def forward(self, bias: Tensor) -> Tensor:
+            calls.append(1)
+            return 2 * bias
+
+    model = Sequential(ops.Linear(K, N), *behind)
+    parametrize.register_parametrization(model[0], "bias", Counted())
+    calls.clear()
+    assert "bias=True" in repr(model) and model.explain() and not calls
+    extras = {"residual": torch.zeros(len(example()), N, dtype=example().dtype)} if len(behind) > 1 else {}
+    model.double()(example(), **extras).sum().backward()
+    assert len(calls) == 1
+
+
 def test_a_missing_parameter_is_named() -> None:
     operation = ops.Linear(K, N)
     del operation.weight
