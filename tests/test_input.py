@@ -82,6 +82,20 @@ def test_an_x_that_is_not_dense_is_refused(door: str, name: str, make_x: Callabl
         call(door, make(), x, extras)
 
 
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("name", ["split_sizes", "scales"])
+@pytest.mark.parametrize("make", [Tensor.to_sparse, Tensor.to_mkldnn], ids=["coo", "mkldnn"])
+def test_an_extra_tensor_that_is_not_dense_is_refused(make: Callable[[Tensor], Tensor], name: str, needs_grad) -> None:
+    model = Sequential(ops.GroupedLinear(2, WIDTH, 2 * WIDTH), ops.ScaledSwiGLU())
+    extras = {"split_sizes": torch.tensor([1, 2]), "scales": torch.ones(3)}
+    extras[name] = make(extras[name].float() if make is Tensor.to_mkldnn else extras[name])
+    with (
+        torch.set_grad_enabled(needs_grad),
+        pytest.raises(TypeError, match=rf"{name} is in the .* {name}.to_dense\(\)"),
+    ):
+        model(torch.ones(3, WIDTH), **extras)
+
+
 @pytest.mark.parametrize("name", COMPUTING)
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool], ids=str)

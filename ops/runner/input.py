@@ -43,8 +43,8 @@ def is_stored(tensor: Tensor) -> bool:
 
 
 def check_local(tensors: Iterable[tuple[str, Any]]) -> None:
-    """Raise TypeError for a nested tensor, and for a DTensor. The codes of that would be wrong: torch 2.13 does not
-    shift one of int32 right."""
+    """Raise TypeError for a tensor that is not plain, and for a DTensor. The codes of that would be wrong: torch 2.13
+    does not shift one of int32 right."""
     for name, tensor in tensors:
         why = why_not_plain(name, tensor)
         if why is not None:
@@ -58,8 +58,15 @@ def check_local(tensors: Iterable[tuple[str, Any]]) -> None:
 
 
 def why_not_plain(name: str, value: Any) -> str | None:
-    """Why a nested tensor is refused, as a sentence; None for anything else."""
-    if not isinstance(value, Tensor) or not value.is_nested:
+    """Why a tensor is refused that is sparse, in a layout of MKL-DNN's or nested, as a sentence; None for anything
+    else."""
+    if not isinstance(value, Tensor):
+        return None
+    if value.layout not in _LAYOUTS:
+        return (
+            f"{name} is in the layout {value.layout}, but operations compute on dense tensors. Give {name}.to_dense()."
+        )
+    if not value.is_nested:
         return None
     if value.layout is torch.jagged:
         rows, sizes = f"{name}.values()", f"{name}.offsets().diff()"
@@ -70,12 +77,6 @@ def why_not_plain(name: str, value: Any) -> str | None:
         f"the rows of all parts one behind the other. Give {rows}; where the parts are groups, with "
         f"split_sizes={sizes}."
     )
-
-
-def check_dense(x: Tensor) -> None:
-    """Raise TypeError for an x that is sparse, or in a layout of MKL-DNN's."""
-    if x.layout not in _LAYOUTS:
-        raise TypeError(f"x is in the layout {x.layout}, but operations compute on dense tensors. Give x.to_dense().")
 
 
 def check_real(name: str, dtype: torch.dtype) -> None:

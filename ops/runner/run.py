@@ -31,7 +31,6 @@ from ops.runner.in_place import check_writable
 from ops.runner.input import (
     as_input,
     as_stored,
-    check_dense,
     check_extra_tensor,
     check_local,
     check_numbers,
@@ -245,11 +244,10 @@ class Pipeline:
 
         extras: every name in `self.consumed`. wanted: the names of the extra outputs to return.
         Returns (y, {name: extra output}). Raises TypeError for an x that is no tensor, sparse, of complex numbers, or
-        of integers where an operation computes in floating point, and for an extra tensor that is none; ValueError for
-        one on another device than x.
+        of integers where an operation computes in floating point, and for an extra tensor that is none, or sparse;
+        ValueError for one on another device than x.
         """
         x = as_stored(as_input(x))
-        check_dense(x)
         check_local((("x", x), *extras.items()))
         for name, index, kind in self._kinds:
             try:
