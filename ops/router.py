@@ -28,6 +28,7 @@ from ops.runner.checked import Checked
 from ops.runner.nested_backward import within_backward
 from ops.runner.not_traced import not_traced
 from ops.runner.operation import BackwardOfBasic, BasicOperation, IndexTensor, OperationContext
+from ops.runner.parameters import parameter_names
 from ops.runner.set_once import SetOnce
 from ops.runner.shapes import check_features, check_matrix, check_parameter_dtype, check_shape
 from recipes.amax_reduction import check_group
@@ -324,7 +325,7 @@ class Router(BasicOperation):
             f"use_pre_softmax={self.use_pre_softmax}, normalize_probs={self.normalize_probs}"
         )
         defaults = {
-            "bias": (self.bias is not None, False),
+            "bias": ("bias" in parameter_names(self), False),
             "score_function": (self.score_function, "softmax"),
             "scaling_factor": (self.scaling_factor, 1.0),
             "num_groups": (self.num_groups, 1),

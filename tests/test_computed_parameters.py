@@ -358,10 +358,11 @@ def test_a_bias_is_computed_once_in_a_forward_and_not_to_ask_whether_it_is_there
             calls.append(1)
             return 2 * bias
 
-    model = Sequential(ops.Linear(K, N), *behind)
-    parametrize.register_parametrization(model[0], "bias", Counted())
+    model, router = Sequential(ops.Linear(K, N), *behind), ops.Router(K, 4, topk=2, bias=True)
+    for operation in (model[0], router):
+        parametrize.register_parametrization(operation, "bias", Counted())
     calls.clear()
-    assert "bias=True" in repr(model) and model.explain() and not calls
+    assert "bias=True" in repr(model) and "bias=True" in repr(router) and model.explain() and not calls
     extras = {"residual": torch.zeros(len(example()), N, dtype=example().dtype)} if len(behind) > 1 else {}
     model.double()(example(), **extras).sum().backward()
     assert len(calls) == 1

@@ -55,7 +55,7 @@ class LinearOverSymmetricMemory(FusedOperation):
             return "it multiplies the rows in parts, whose bits depend on how many there are."
         if linear.as_one_group:
             return "as_one_group=True multiplies by the kernel of grouped products, and this is the library's."
-        if linear.bias is not None and not parallel.is_row:
+        if linear.use_bias and not parallel.is_row:
             return "the bias is added in the product, before its one rounding. Give bias=False."
         return None
 
@@ -72,7 +72,7 @@ class LinearOverSymmetricMemory(FusedOperation):
         if ctx.needs_grad:
             kept = x.reshape(-1, x.shape[-1]) if linear.parallel.is_row else x
             ctx.saved = Linear.Saved(kept if "weight" in ctx.needs.params else None)
-        return y if linear.bias is None else y.add_(ctx.param("bias")), {}
+        return y.add_(ctx.param("bias")) if linear.use_bias else y, {}
 
     def product(self, x: Tensor, w_KN: Tensor, group_name: str) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} has no product.")
