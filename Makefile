@@ -65,7 +65,7 @@ test: lint $(VENV)/triton-$(SECOND_TRITON)/.ready
 # or slow, depends on Triton and the kernels in Gluon with the second release, and one test of each kernel and what launches depend on with
 # the others.
 test-rest: $(VENV)/triton-$(SECOND_TRITON)/.ready $(OTHER_TRITONS:%=$(VENV)/triton-%/.ready)
-	@echo "test-rest: within an hour on 2 cores."
+	@echo "test-rest: about an hour on 2 cores."
 	$(PY) $(PYTEST) -m "(rest or gpu or (slow and not smoke)) and not (hf or exhaustive)" --durations=10 tests
 	$(PY) -m pytest --benchmark-disable --timeout=600 -m hf $$(grep -l mark.hf tests/*.py)
 	$(call check,$(SECOND_TRITON))

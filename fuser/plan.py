@@ -88,14 +88,13 @@ def check_fusion_class(fusion: object) -> None:
     for member in fusion.pattern:
         if isinstance(member, Several) and as_integer(f"{name}.pattern: at_least", member.at_least) < 0:
             raise TypeError(f"{name}.pattern holds {member!r}. Give at_least=0, or how many must be there.")
-    if not any(_least(member) for member in fusion.pattern):
-        raise TypeError(f"{name}.pattern names no operation that must be there. Give it a tuple of classes.")
-    for member in fusion.pattern:
         if not _alternatives(member):
             raise TypeError(f"{name}.pattern holds {member!r}, which no operation fits. Name the classes that do.")
         for kind in _alternatives(member):
             if not (isinstance(kind, type) and issubclass(kind, BasicOperation)):
                 raise TypeError(f"{name}.pattern holds {kind!r}, which is not a BasicOperation class.")
+    if not any(_least(member) for member in fusion.pattern):
+        raise TypeError(f"{name}.pattern names no operation that must be there. Give it a tuple of classes.")
     as_integer(f"{name}.fewest", fusion.fewest)
     if fusion.passes not in _METHODS:
         raise TypeError(f"{name}.passes is {fusion.passes!r}. It must be 'joint', 'forward' or 'backward'.")

@@ -105,7 +105,7 @@ class Launch:
 
     programs: how many, or how many along each of up to three axes. args: tensors, `DESCRIPTORS`, numbers, None, and
     tuples of these; all arguments of the kernel that are not `tl.constexpr`. constants: those that are, and Triton's
-    options (num_warps, num_stages, ...). Products are fused with the sums that they are added to unless
+    options (num_warps, num_stages, ...). In eager mode products are fused with the sums that they are added to unless
     enable_fp_fusion=False says otherwise: Triton 3.9 warns where no option does, and from 3.10 on does not fuse.
 
     As in a key of Triton's, a tensor counts with its dtype and whether it starts at a multiple of 16 bytes, an int with
