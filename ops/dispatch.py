@@ -27,7 +27,7 @@ from ops.kernels.routing.transports import PARTIAL_SUMS, WHY_IN_FULL, check_part
 from ops.runner.named_extras import NamedExtras
 from ops.runner.operation import BackwardOfBasic, BasicOperation, IndexTensor, LentMemory, OperationContext
 from ops.runner.set_once import SetOnce
-from recipes.arguments import check_flags, positive_integers
+from recipes.arguments import check_factors, check_flags, positive_integers
 from recipes.recipe import Role
 from recipes.request import PlanRequest
 from recipes.tensors.abstract import is_abstract
@@ -96,7 +96,7 @@ class Dispatch(BasicOperation):
     another transport, partial_sums or send_codes, overlap with another transport or partial_sums, partial_sums without
     a group, a capacity that is missing, not needed or less than a row for each expert of a rank, shapes that do not
     match, x on a CPU with "symmetric", and, on the CPU, indices outside [0, num_experts) (with empty_slots above
-    num_experts); TypeError for indices that are not integers, probs not of floating point, and a group of another type;
+    num_experts); TypeError for indices that are not integers, probs that are, or codes, a group of another type;
     NotImplementedError for empty_slots with a group. On a GPU the indices are not checked, because that would
     synchronize: a negative one counts for expert 0, one above for no expert, in rows past the sum of the sizes. With a
     group RuntimeError, on every rank, where ranks differ in num_experts, features, dtypes, slots, capacity, overlap,
@@ -375,8 +375,7 @@ class Dispatch(BasicOperation):
             )
         if indices.shape[1] == 0:
             raise ValueError("indices has no slots. Choose at least one expert for each token.")
-        if not probs.is_floating_point():
-            raise TypeError(f"probs is {probs.dtype}, but must be of floating point. Give probs.float().")
+        check_factors("probs", probs.dtype)
         if indices.dtype not in _INDEX_DTYPES:
             raise TypeError(f"indices is {indices.dtype}, but must be integers with a sign, or bytes. Convert it.")
         highest = self.num_experts if self.empty_slots else self.num_experts - 1

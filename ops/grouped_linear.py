@@ -26,7 +26,7 @@ from ops.runner.operation import BackwardOfBasic, OperationContext
 from ops.runner.parameters import parameter_names
 from ops.runner.set_once import SetOnce
 from ops.runner.shapes import check_features, check_matrix, check_parameter_dtype
-from recipes.arguments import as_flag, check_flags, positive_integers
+from recipes.arguments import as_flag, check_factors, check_flags, positive_integers
 from recipes.recipe import Recipe, Role
 from recipes.request import PlanRequest
 from recipes.tensors.grouped_tensor import GroupedTensor
@@ -478,8 +478,8 @@ class GroupedLinear(OperationWithWeights):
             raise ValueError(
                 f"scales has shape {list(scales.shape)}, but x has {x.shape[0]} rows. Give one scale a row."
             )
-        if scales is not None and not scales.is_floating_point():
-            raise TypeError(f"scales is {scales.dtype}, but must be of floating point. Give scales.float().")
+        if scales is not None:
+            check_factors("scales", scales.dtype)
         return splits, scales
 
     def buffer(self, ctx: OperationContext, name: str, like: Any, features: int) -> Tensor | None:

@@ -11,6 +11,10 @@ from numbers import Real
 from operator import index
 from typing import Any, TypeVar
 
+import torch
+
+NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # in which operations compute
+
 Member = TypeVar("Member", bound=Enum)
 
 
@@ -55,6 +59,12 @@ def check_flags(**flags: object) -> None:
     """Raise TypeError for the first argument that is neither True nor False."""
     for name, flag in flags.items():
         as_flag(name, flag)
+
+
+def check_factors(name: str, dtype: torch.dtype) -> None:
+    """Raise TypeError for a tensor of this dtype that x is to be multiplied with: integers, and codes without scale."""
+    if dtype not in NUMBERS:
+        raise TypeError(f"{name} is {dtype}, but must be bfloat16, float16, float32 or float64. Give {name}.float().")
 
 
 def positive_integers(owner: str, **given: Any) -> list[int]:

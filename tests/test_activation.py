@@ -468,11 +468,11 @@ def test_scales_of_another_shape_are_refused(operation: Any, scales: tuple[int, 
         operation(torch.ones(4, 8), scales=torch.ones(scales))
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("operation", [ops.ScaledSwiGLU(), ops.ScaledClampedQGeGLU(), ops.ScaledSReLU()], ids=str)
-def test_scales_that_are_not_of_floating_point_are_refused(operation: Any, dtype: torch.dtype) -> None:
-    with pytest.raises(TypeError, match=rf"scales is {dtype}, but must be of floating point. Give scales.float\(\)"):
-        operation(torch.ones(4, 8), scales=torch.ones(4, dtype=dtype))
+def test_scales_in_which_nothing_is_computed_are_refused(operation: Any, dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=rf"scales is {dtype}, but must be bfloat16, .*Give scales.float\(\)"):
+        operation(torch.ones(4, 8), scales=torch.ones(4).to(dtype))
 
 
 def test_missing_scales_are_named() -> None:

@@ -607,11 +607,11 @@ def test_indices_without_slots_are_refused() -> None:
         ops.Dispatch(3)(torch.ones(4, 2), probs=torch.ones(4, 0), indices=torch.zeros(4, 0, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.bool], ids=str)
-def test_probs_that_are_not_of_floating_point_are_refused(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float8_e5m2], ids=str)
+def test_probs_in_which_nothing_is_computed_are_refused(dtype: torch.dtype) -> None:
     indices = torch.zeros(4, 2, dtype=torch.int64)
-    with pytest.raises(TypeError, match=rf"probs is {dtype}, but must be of floating point. Give probs.float\(\)"):
-        ops.Dispatch(3)(torch.ones(4, 2), probs=torch.ones(4, 2, dtype=dtype), indices=indices)
+    with pytest.raises(TypeError, match=rf"probs is {dtype}, but must be bfloat16, .*Give probs.float\(\)"):
+        ops.Dispatch(3)(torch.ones(4, 2), probs=torch.ones(4, 2).to(dtype), indices=indices)
 
 
 def test_indices_that_are_no_integers_are_refused() -> None:

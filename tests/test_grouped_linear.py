@@ -724,9 +724,10 @@ def test_scales_of_another_shape_are_refused(shape):
         make(2, 8, 6, "scaled bias")(torch.randn(9, 8), split_sizes=[4, 5], scales=torch.ones(shape))
 
 
-def test_scales_that_are_not_of_floating_point_are_refused():
-    with pytest.raises(TypeError, match=r"scales is torch.int64, but must be of floating point. Give scales.float"):
-        make(2, 8, 6, "scaled bias")(torch.randn(9, 8), split_sizes=[4, 5], scales=torch.ones(9, dtype=torch.int64))
+@pytest.mark.parametrize("dtype", (torch.int64, torch.float8_e4m3fn))
+def test_scales_in_which_nothing_is_computed_are_refused(dtype):
+    with pytest.raises(TypeError, match=rf"scales is {dtype}, but must be bfloat16, float16, .*Give scales.float\(\)"):
+        make(2, 8, 6, "scaled bias")(torch.randn(9, 8), split_sizes=[4, 5], scales=torch.ones(9).to(dtype))
 
 
 def test_scale_bias_asks_for_scales():

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ops.runner.built_in import is_built_in
-from ops.runner.input import NUMBERS, check_local
+from ops.runner.input import check_local
 from ops.runner.parameters import without_parametrizations
+from recipes.arguments import NUMBERS
 
 
 def check_parameters(operations: Iterable[Any], x: Tensor) -> None:

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ops.runner.context import IndexTensor
+from recipes.arguments import NUMBERS
 from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantized_handle import QuantizedHandle
 from recipes.tensors.quantized_shard import is_dtensor
 from recipes.tensors.quantized_tensor import QuantizedTensor
-
-NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # in which operations compute
 
 _PLAIN = (Tensor, nn.Parameter)
 _LAYOUTS = frozenset((torch.strided, torch.jagged))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ops.runner.input import NUMBERS
+from recipes.arguments import NUMBERS
 
 
 def check_parameter_dtype(dtype: torch.dtype | None) -> None:

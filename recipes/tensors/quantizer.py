@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from recipes.arguments import NUMBERS
 from recipes.pending import PendingUpdates
 from recipes.tensors.check_quantized import METHODS, checked
 from recipes.tensors.formats import Float8Format, ScaleLayout, ScaleSpec
@@ -19,8 +20,6 @@ from recipes.tensors.splits import Splits
 
 # name -> (shape, initial value) of the float32 tensors that a quantizer keeps from step to step
 StateShapes = Mapping[str, tuple[tuple[int, ...], float]]
-
-_CASTABLE = frozenset((torch.bfloat16, torch.float16, torch.float32, torch.float64))
 
 
 class StateOfRole(Protocol):
@@ -218,7 +217,7 @@ def check_tensor(x: Tensor, rowwise: bool, columnwise: bool) -> None:
     """Check the arguments of `quantize`: a tensor [..., K] of a castable dtype, and at least one copy."""
     if not isinstance(x, Tensor):
         raise TypeError(f"what is to be quantized is of type {type(x).__name__}. Pass a tensor.")
-    if x.dtype not in _CASTABLE:
+    if x.dtype not in NUMBERS:
         raise TypeError(
             f"what is to be quantized is {x.dtype}, but must be bfloat16, float16, float32 or float64. Convert it."
         )

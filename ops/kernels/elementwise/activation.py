@@ -53,7 +53,7 @@ from ops.kernels.elementwise.activation_functions import RULES, Constants
 from ops.kernels.elementwise.chain import Step, delementwise, elementwise, elementwise_cast, runs_triton
 from ops.kernels.elementwise.chain_cast import Cast, cast_from_memory, cast_into, stores_values
 from ops.kernels.elementwise.dactivation_cast import casts_of, dactivation_cast
-from recipes.arguments import as_integer, as_number
+from recipes.arguments import as_integer, as_number, check_factors
 from recipes.tensors.quantizer import QuantizedBuffers
 from recipes.triton.launch import replayed
 from recipes.triton.meeting import MeetingTile
@@ -338,7 +338,7 @@ def activation_shape(shape: torch.Size, spec: Activation) -> torch.Size:
 
 def check_activation(shape: Sequence[int], spec: Activation, scales: Tensor | None) -> None:
     """Raise ValueError if an h of this shape does not divide into gate and linear part, or scales do not match it,
-    TypeError for scales that are not of floating point."""
+    TypeError for scales that are no `recipes.arguments.NUMBERS`."""
     if spec.gated and (not shape or shape[-1] % (2 * (spec.glu_interleave_size or 1))):
         size = spec.glu_interleave_size
         raise ValueError(
@@ -351,5 +351,5 @@ def check_activation(shape: Sequence[int], spec: Activation, scales: Tensor | No
             f"scales has shape {list(scales.shape)}, but x has shape {list(shape)}. "
             f"Give one scale a row: {list(shape[:-1])}."
         )
-    if scales is not None and not scales.is_floating_point():
-        raise TypeError(f"scales is {scales.dtype}, but must be of floating point. Give scales.float().")
+    if scales is not None:
+        check_factors("scales", scales.dtype)
