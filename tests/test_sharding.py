@@ -1,4 +1,4 @@
-"""FSDP2 (`fully_shard`) over two gloo ranks: outputs and gradients are those of the unsharded model.
+"""FSDP2 (`fully_shard`) and FSDP1 over two gloo ranks: outputs and gradients are those of the unsharded model.
 
 Under quantizing recipes the first output is the same to the bit; later ones differ as the optimizer steps do.
 """
@@ -6,15 +6,19 @@ Under quantizing recipes the first output is the same to the bit; later ones dif
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, StateDictType, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fuser import Sequential, autocast, lora, ops
+from ops.runner import program, run
 from tests.ranks import on_ranks
 from tests.reference import assert_same_bits
 
@@ -110,3 +114,78 @@ def test_adapters_of_a_sharded_model_get_their_gradients(tmp_path: Path) -> None
 @pytest.mark.parametrize("shard", ["the whole", "operations"])
 def test_a_sharded_model_computes_what_the_whole_one_does(shard: str, tmp_path: Path) -> None:
     on_ranks(compare, shard, folder=tmp_path, ranks=RANKS)
+
+
+class Residual(nn.Module):
+    """Two Sequentials, each of which FSDP1 wraps, behind one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = model(), Sequential(ops.Linear(8, 16), ops.GELU(), ops.Linear(16, 8))
+
+    def forward(self, x: Tensor, **extras: Tensor) -> Tensor:
+        y = self.first(x, **extras)
+        return y + self.second(y)
+
+
+def fsdp1(module: nn.Module, **settings: object) -> FullyShardedDataParallel:
+    wrapped = ModuleWrapPolicy({Sequential})
+    return FullyShardedDataParallel(module, auto_wrap_policy=wrapped, device_id=torch.device("cpu"), **settings)
+
+
+def compare_fsdp1(rank: int, use_orig_params: bool) -> None:
+    """Both ranks have the same rows, so that means over ranks round nothing, and all bits are those of one."""
+    make = partial(fsdp1, use_orig_params=use_orig_params)
+    for recipe in ("bf16", "fp8_current", "fp8_delayed", "mxfp8"):
+        plain = Residual()
+        sharded, computing_again = make(copy.deepcopy(plain)), make(copy.deepcopy(plain))
+        apply_activation_checkpointing(computing_again, check_fn=lambda module: isinstance(module, Sequential))
+        expected = dict(enumerate(train(plain, recipe)))
+        for each in (sharded, computing_again)[: 1 if recipe == "fp8_delayed" else 2]:
+            assert_same_bits(dict(enumerate(train(each, recipe))), expected)
+        sharded.eval()
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(9))
+        extras = {"split_sizes": torch.tensor([8, 0, 0, 0]), "scales": torch.ones(8)}
+        with torch.no_grad(), autocast(recipe):
+            assert_same_bits({"y": sharded(x, **extras)}, {"y": plain(x, **extras)})
+        resumed = make(Residual())
+        with (
+            FullyShardedDataParallel.state_dict_type(sharded, StateDictType.FULL_STATE_DICT),
+            FullyShardedDataParallel.state_dict_type(resumed, StateDictType.FULL_STATE_DICT),
+        ):
+            assert_same_bits(sharded.state_dict(), plain.state_dict())
+            resumed.load_state_dict(sharded.state_dict())
+        for module in (sharded, plain, resumed):
+            module.train()
+        for module in (sharded, resumed):
+            assert_same_bits(
+                dict(enumerate(train(module, recipe))), dict(enumerate(train(copy.deepcopy(plain), recipe)))
+            )
+    sharded = make(Residual(), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    outputs = train(sharded, "fp8_delayed")
+    assert all(y.dtype == torch.bfloat16 for y in outputs) and outputs[0].isfinite().all()
+
+
+def plans_of_fsdp1(rank: int, use_orig_params: bool) -> None:
+    """What is exchanged around each pass is no change: the second step of training and evaluation plans nothing."""
+    sharded = fsdp1(Residual(), use_orig_params=use_orig_params)
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "Program", lambda *args: made.append(args) or program.Program(*args))
+        for planned in (4, 4, 4):  # of two Sequentials, with gradients and without
+            train(sharded.train(), "bf16")
+            with torch.no_grad():
+                sharded.eval()(torch.ones(8, 16), split_sizes=torch.tensor([8, 0, 0, 0]), scales=torch.ones(8))
+            assert len(made) == planned
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("use_orig_params", (True, False))
+def test_fsdp1_computes_what_the_whole_one_does(use_orig_params: bool, tmp_path: Path) -> None:
+    on_ranks(compare_fsdp1, use_orig_params, folder=tmp_path, ranks=RANKS)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("use_orig_params", (True, False))
+def test_fsdp1_is_planned_for_once(use_orig_params: bool, tmp_path: Path) -> None:
+    on_ranks(plans_of_fsdp1, use_orig_params, folder=tmp_path, ranks=RANKS)

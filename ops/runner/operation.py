@@ -18,7 +18,13 @@ from ops.runner.known_calls import call_again
 from ops.runner.lent_memory import LentMemory
 from ops.runner.named_extras import NamedExtras
 from ops.runner.not_traced import not_traced
-from ops.runner.parameters import held_parameter, is_set_by_hook, parameter_names, without_parametrizations
+from ops.runner.parameters import (
+    held_parameter,
+    is_managed,
+    is_set_anew,
+    parameter_names,
+    without_parametrizations,
+)
 from ops.runner.quantizer_state import apply_to_state, leave_extra_state, prepare_loading
 from ops.runner.run import Pipeline
 from ops.runner.settings import has_own_property
@@ -311,7 +317,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         before = self._parameters.get(name)
         is_back = name in self._parameter_order and name not in self._parameters
         super().register_parameter(name, param)
-        if (before is None) != (param is None):  # what was compiled reads others
+        if (before is None) != (param is None) and not (is_back and is_managed(self)):  # what was compiled reads others
             self.__dict__["settings"] = self.settings + 1
         if name not in self._parameter_order:
             self._parameter_order = (*self._parameter_order, name)
@@ -452,11 +458,11 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
             return
         if self.__dict__.get(name) is before and not has_own_property(type(self), name):
             return
-        if not (isinstance(value, Tensor) and is_set_by_hook(self, name)):
+        if not is_set_anew(self, name, before, value):
             self.__dict__["settings"] = self.settings + 1
 
     def __delattr__(self, name: str) -> None:
-        was_set = name[0] != "_" and name in self.__dict__
+        was_set = name[0] != "_" and name in self.__dict__ and not is_set_anew(self, name, self.__dict__[name])
         super().__delattr__(name)
         if was_set:
             self.__dict__["settings"] = self.settings + 1

@@ -6,6 +6,7 @@ A tensor takes the place of a parameter
     by a property          of `torch.nn.utils.parametrize`, which computes it at each access
     by a forward pre-hook  of `torch.nn.utils.prune`, and of the older weight_norm and spectral_norm, which set an
                            attribute; what it is computed from is registered beside it, as weight_orig, or weight_g
+    as an attribute        of a module that FSDP1 manages, whose parameter is a part of a flat one
 
 Such a tensor is read once in a forward, and saved by autograd for its backward; its gradient is autograd's. A
 registered parameter is read from the operation in backward too.
@@ -33,18 +34,31 @@ def parameter_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def computed_names(module: nn.Module) -> tuple[str, ...]:
-    """The names of its own parameters that are computed by a property or a hook."""
+    """The names of its own parameters that are computed: by a property, a hook or FSDP1."""
     found = [name for name, originals in _parametrized(module).items() if originals._parameters]
     if module._forward_pre_hooks:
         found += [
             name for name, value in vars(module).items() if isinstance(value, Tensor) and is_set_by_hook(module, name)
         ]
+    if is_managed(module):
+        found += [name for name, value in vars(module).items() if _is_part(value) and name not in module._parameters]
     return tuple(found)
 
 
 def is_set_by_hook(module: nn.Module, name: str) -> bool:
     """Whether a hook computes the attribute of this name from parameters of the module."""
     return any(module._parameters.get(f"{name}_{suffix}") is not None for suffix in _COMPUTED_FROM)
+
+
+def is_managed(module: nn.Module) -> bool:
+    """Whether FSDP1, or FSDP2, exchanges its parameters around each forward and backward."""
+    return "_is_fsdp_managed_module" in vars(module)
+
+
+def is_set_anew(module: nn.Module, name: str, *values: object) -> bool:
+    """Whether a hook or FSDP1 assigns such attributes of this name in each forward."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return any(is_set_by_hook(module, name) or (is_managed(module) and _is_part(tensor)) for tensor in tensors)
 
 
 def held_parameters(module: Any) -> dict[str, Tensor]:
@@ -75,9 +89,9 @@ def held_parameter(operation: Any, name: str) -> Tensor:
     if parameter is None:
         raise AttributeError(
             f"{type(operation).__name__} has no parameter {name!r}. A tensor that is computed from other parameters "
-            "takes its place by torch.nn.utils.parametrize or torch.func.functional_call; FSDP1 takes "
-            "use_orig_params=True. What torch.nn.utils.parametrize.remove_parametrizations leaves of a frozen one is "
-            f"no parameter: assign torch.nn.Parameter(operation.{name}, requires_grad=False)."
+            "takes its place by torch.nn.utils.parametrize or torch.func.functional_call. What "
+            "torch.nn.utils.parametrize.remove_parametrizations leaves of a frozen one is no parameter: assign "
+            f"torch.nn.Parameter(operation.{name}, requires_grad=False)."
         )
     return parameter
 
@@ -139,6 +153,11 @@ def _registered_names(module: nn.Module) -> list[str]:
         return names
     computed = tuple(f"{name}_" for name in computed_names(module))
     return [name for name in names if not name.startswith(computed)] if computed else names
+
+
+def _is_part(value: object) -> bool:
+    """Whether an attribute is a view, as the parts of FSDP1's flat parameters are."""
+    return type(value) is Tensor and value._is_view()
 
 
 def _parametrized(module: nn.Module) -> Mapping[str, Any]:

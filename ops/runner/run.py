@@ -193,8 +193,8 @@ class Pipeline:
         parameters: list[Any] = []
         names: tuple[Any, ...] = ()
         for operation, own, children, hooks in self.members:
-            if children or hooks:  # some may be computed
-                owner: Any = operation()
+            owner: Any = operation()
+            if children or hooks or len(own) < len(owner._parameter_order):  # some may be computed
                 found = held_parameters(owner)
                 parameters += found.values()
                 names += (*found, computed_names(owner))
