@@ -54,39 +54,41 @@ PYTEST := -m pytest -n 2 --dist worksteal --benchmark-disable --timeout=600
 # Python with this release of Triton, and whether it is that one.
 with = PYTHONPATH="$(CURDIR)/$(VENV)/triton-$(1)" $(PY)
 check = $(call with,$(1)) -c "import triton; v = triton.__version__; assert v == '$(1)', v"
+# What compiles with the Triton at hand. Files are named because to collect all takes half a minute.
+COMPILED := triton and not (interpreter or exhaustive or gpu)
+LAUNCHES := tests/test_replay.py tests/test_repeat.py tests/test_packaging.py
+FILES_OF_SMOKE := $$(grep -l mark.launches tests/test_*.py)
 
-# With the second Triton only one test of each kernel; others that depend on Triton are a part of the rest, or exhaustive.
+# With the second Triton only one test of each kernel; what compiles with it is a part of the rest, and others are exhaustive.
 test: lint $(VENV)/triton-$(SECOND_TRITON)/.ready
 	$(PY) $(PYTEST) -m "not (rest or exhaustive or gpu) and (smoke or not slow)" --durations=10 tests
 	$(call check,$(SECOND_TRITON))
-	$(call with,$(SECOND_TRITON)) $(PYTEST) -m smoke tests
+	$(call with,$(SECOND_TRITON)) $(PYTEST) -m smoke $(FILES_OF_SMOKE)
 
-# What `make test` leaves out (tests for a GPU are skipped; models of Hugging Face in a process of their own), then what of `make test`,
-# or slow, depends on Triton and the kernels in Gluon with the second release, and one test of each kernel and what launches depend on with
-# the others.
+# What `make test` leaves out, but for tests for a GPU; then with the second release of Triton the kernels in Gluon, and with each what steps
+# launch, and one test of each kernel where `make test` has not run it.
 test-rest: $(VENV)/triton-$(SECOND_TRITON)/.ready $(OTHER_TRITONS:%=$(VENV)/triton-%/.ready)
-	@echo "test-rest: about an hour on 2 cores."
-	$(PY) $(PYTEST) -m "(rest or gpu or (slow and not smoke)) and not (hf or exhaustive)" --durations=10 tests
-	$(PY) -m pytest --benchmark-disable --timeout=600 -m hf $$(grep -l mark.hf tests/*.py)
+	@echo "test-rest: about 50 minutes on 2 cores."
+	$(PY) $(PYTEST) -m "(rest or (slow and not smoke)) and not (hf or exhaustive or gpu)" --durations=10 tests
+	$(PY) $(PYTEST) -m "hf and not exhaustive" $$(grep -l mark.hf tests/test_*.py)
 	$(call check,$(SECOND_TRITON))
-	$(call with,$(SECOND_TRITON)) $(PYTEST) -m "triton and not rest and not exhaustive" tests
-	$(call with,$(SECOND_TRITON)) $(PYTEST) -m "triton and rest and not exhaustive" tests/test_compile_sm90.py
-	$(foreach other,$(OTHER_TRITONS),$(call check,$(other)) && $(call with,$(other)) $(PYTEST) -m smoke tests && \
-	  $(call with,$(other)) $(PYTEST) -m triton tests/test_launch.py tests/test_repeat.py tests/test_replay.py &&) true
+	$(call with,$(SECOND_TRITON)) $(PYTEST) -m "$(COMPILED)" tests/test_compile_sm90.py $(LAUNCHES)
+	$(foreach other,$(OTHER_TRITONS),$(call check,$(other)) && \
+	  $(call with,$(other)) $(PYTEST) -m "smoke or ($(COMPILED))" $(LAUNCHES) $(FILES_OF_SMOKE) &&) true
 
-# Not in CI, before a change of kernels: cases of which the rest has a choice, kernels with each configuration above all, and what
-# depends on Triton and has not run with the second release.
+# Not in CI, before a change of kernels: cases of which the rest has a choice, kernels with each configuration above all, and interpreted
+# kernels with the second release.
 test-exhaustive: $(VENV)/triton-$(SECOND_TRITON)/.ready
 	@echo "test-exhaustive: about two hours on 2 quiet cores, reckoned and not measured."
 	$(PY) $(PYTEST) -m "exhaustive and not gpu" --durations=10 tests
 	$(call check,$(SECOND_TRITON))
-	$(call with,$(SECOND_TRITON)) $(PYTEST) -m "triton and (rest or exhaustive)" tests
+	$(call with,$(SECOND_TRITON)) $(PYTEST) -m "triton and not gpu and (interpreter or exhaustive)" tests
 
 # Not in CI, for its size: what depends on torch, and of Triton what make test has.
 test-oldest-torch: $(VENV)/torch-$(OLDEST_TORCH)/.ready
 	@echo "test-oldest-torch: within an hour on 2 cores."
 	$(dir $<)bin/python $(PYTEST) -m "not (hf or exhaustive or gpu or (triton and rest))" --durations=10 tests
-	$(dir $<)bin/python -m pytest --benchmark-disable --timeout=600 -m "hf and not exhaustive" $$(grep -l mark.hf tests/*.py)
+	$(dir $<)bin/python $(PYTEST) -m "hf and not exhaustive" $$(grep -l mark.hf tests/test_*.py)
 
 endif
 

@@ -614,10 +614,9 @@ CASES = [
 
 @cache
 def launches_of(recipe: str) -> dict[str, list]:
-    """By case. What is compiled stays, and is shared with other recipes and test processes."""
+    """By case."""
     command = [sys.executable, "-m", "tests.repeated_launches", recipe]
-    environment = compiling(ROOT / "build" / "compiled" / "repeated-launches")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(command, env=compiling("launches"), capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
