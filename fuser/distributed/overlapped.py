@@ -43,8 +43,9 @@ class Overlapped(Sequential):
     What stands before a Dispatch, x and the router, needs gradients on all ranks or on none.
 
     All bits are those of the formula with one backward: y, dx, and the gradients of parameters, to which the
-    microbatches are added in the same order, the last one first. Random numbers (dropout, stochastic rounding) are
-    drawn in the order above.
+    microbatches are added in the same order, the last one first. Tokens are sent as values, whatever `send_codes`, so
+    that those of "always" are the bits of "never". Random numbers (dropout, stochastic rounding) are drawn in the order
+    above.
 
     modules, fusions, path, exports: as for `Sequential`, also the keys of the state dict
     microbatches: n. Every rank needs the same. A rank may have fewer rows, or none.
