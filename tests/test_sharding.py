@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, StateDictType, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from fuser import Sequential, autocast, lora, ops
+from fuser import Sequential, autocast, lora, ops, prepare
+from fuser.distributed import TrainingState
 from ops.runner import program, run
 from tests.ranks import on_ranks
 from tests.reference import assert_same_bits
@@ -166,6 +168,30 @@ def compare_fsdp1(rank: int, use_orig_params: bool) -> None:
     assert all(y.dtype == torch.bfloat16 for y in outputs) and outputs[0].isfinite().all()
 
 
+def resume_fsdp1(rank: int, use_orig_params: bool, folder: Path) -> None:
+    """A checkpoint has weights, optimizer and the state of delayed scaling: the next step has the same bits."""
+
+    def make() -> tuple[nn.Module, TrainingState]:
+        module = fsdp1(prepare(Residual(), "fp8_delayed"), use_orig_params=use_orig_params)
+        return module, TrainingState(module, torch.optim.AdamW(module.parameters(), lr=0.05))
+
+    def trained(module: nn.Module, state: TrainingState, seed: int) -> Tensor:
+        with autocast("fp8_delayed"):
+            y = step(module, torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)))
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        return y
+
+    module, state = make()
+    for seed in range(3):
+        trained(module, state, seed)
+    dcp.save({"training": state}, checkpoint_id=folder)
+    expected = trained(module, state, 3)
+    module, state = make()
+    dcp.load({"training": state}, checkpoint_id=folder)
+    assert torch.equal(trained(module, state, 3), expected)
+
+
 def plans_of_fsdp1(rank: int, use_orig_params: bool) -> None:
     """What is exchanged around each pass is no change: the second step of training and evaluation plans nothing."""
     sharded = fsdp1(Residual(), use_orig_params=use_orig_params)
@@ -189,3 +215,10 @@ def test_fsdp1_computes_what_the_whole_one_does(use_orig_params: bool, tmp_path:
 @pytest.mark.parametrize("use_orig_params", (True, False))
 def test_fsdp1_is_planned_for_once(use_orig_params: bool, tmp_path: Path) -> None:
     on_ranks(plans_of_fsdp1, use_orig_params, folder=tmp_path, ranks=RANKS)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("use_orig_params", (True, False))
+def test_fsdp1_goes_on_from_a_checkpoint(use_orig_params: bool, tmp_path: Path) -> None:
+    (tmp_path / "ranks").mkdir()
+    on_ranks(resume_fsdp1, use_orig_params, tmp_path / "checkpoint", folder=tmp_path / "ranks", ranks=RANKS)
