@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, StateDictType, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from fuser import Sequential, autocast, lora, ops, prepare
+from fuser import Sequential, autocast, lora, ops, prepare, to_quantized
 from fuser.distributed import TrainingState
 from ops.runner import program, run
 from tests.ranks import on_ranks
@@ -163,6 +163,8 @@ def compare_fsdp1(rank: int, use_orig_params: bool) -> None:
             assert_same_bits(
                 dict(enumerate(train(module, recipe))), dict(enumerate(train(copy.deepcopy(plain), recipe)))
             )
+    with pytest.raises(RuntimeError, match=r"The 'weight' of GroupedLinear is held quantized.*Shard it by fully_shard"):
+        make(to_quantized(Residual(), "mxfp8"))
     sharded = make(Residual(), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
     outputs = train(sharded, "fp8_delayed")
     assert all(y.dtype == torch.bfloat16 for y in outputs) and outputs[0].isfinite().all()

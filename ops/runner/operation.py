@@ -46,6 +46,7 @@ from ops.runner.transforms import is_transformed
 from recipes.recipe import Recipe, Role
 from recipes.registry import as_recipe
 from recipes.request import PlanRequest
+from recipes.tensors.quantized_handle import QuantizedHandle
 from recipes.tensors.quantizer import Quantizer
 from recipes.tensors.splits import Splits
 
@@ -462,6 +463,11 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
             self.__dict__["settings"] = self.settings + 1
 
     def __delattr__(self, name: str) -> None:
+        if is_managed(self) and isinstance(self._parameters.get(name), QuantizedHandle):
+            raise RuntimeError(
+                f"The {name!r} of {type(self).__name__} is held quantized, and FSDP1 would make its values a part of a "
+                "flat parameter, which holds no codes. Shard it by fully_shard (FSDP2)."
+            )
         was_set = name[0] != "_" and name in self.__dict__ and not is_set_anew(self, name, self.__dict__[name])
         super().__delattr__(name)
         if was_set:
