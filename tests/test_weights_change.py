@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections import OrderedDict
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -293,3 +294,89 @@ def test_other_data_of_one_memory_between_forward_and_backward_is_refused():
     model[3].weight.data = bank[1]
     with pytest.raises(RuntimeError, match="got other data"):
         y.sum().backward()
+
+
+# ------------------------------------------------------------------------------- a stand-in for DeepSpeed's ZeRO-3
+
+
+class Parameters(OrderedDict):
+    """In place of a module's dictionary, which DeepSpeed replaces."""
+
+
+class Gathered(torch.autograd.Function):
+    """y, in front of whose backward the weights are gathered."""
+
+    @staticmethod
+    def forward(ctx, y, gather):
+        ctx.gather = gather
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.gather()
+        return dy, None
+
+
+class Zero3:
+    """Owns a module's parameters: `full` has their values, and `.data`, which is assigned, has them in a pass of the
+    module alone, each time elsewhere. What is released is overwritten. Gradients are taken as they come."""
+
+    def __init__(self, module):
+        self.parameters = list(module.parameters())
+        for each in module.modules():
+            each._parameters = Parameters(each._parameters)
+        for at, parameter in enumerate(self.parameters):
+            parameter.ds_id, parameter.full = at, parameter.data.clone()
+            parameter.data = parameter.data.new_empty(0)
+            parameter.register_post_accumulate_grad_hook(self.take)
+        self.to_come = len(self.parameters)
+        module.register_forward_pre_hook(lambda module, args: self.gather())
+        module.register_forward_hook(self.forward_ended)
+
+    def gather(self):
+        for parameter in self.parameters:
+            if not parameter.numel():
+                parameter.data = parameter.full.clone()
+
+    def release(self):
+        for parameter in self.parameters:
+            parameter.data.fill_(torch.nan)
+            parameter.data = parameter.data.new_empty(0)
+
+    def forward_ended(self, module, args, y):
+        self.release()
+        return Gathered.apply(y, self.gather) if torch.is_grad_enabled() else y
+
+    def take(self, parameter):
+        parameter.full.grad, parameter.grad = parameter.grad, None
+        self.to_come -= 1
+        if not self.to_come:
+            self.to_come = len(self.parameters)
+            self.release()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize("whole", [True, False])
+def test_weights_that_their_owner_gathers_for_each_pass(whole, recipe, device):
+    """Of the whole Sequential at once, as deepspeed.utils.set_z3_leaf_modules wants it, and of each operation.
+    DeepSpeed itself has not been run."""
+
+    def trained(model, weights):
+        optimizer = torch.optim.AdamW(weights, lr=0.1)
+        outputs = []
+        for seed in range(6):
+            x = data(seed, device).requires_grad_()
+            with autocast(RECIPES.get(recipe)):
+                y = model(x, split_sizes=SIZES)
+            y.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad(), autocast(RECIPES.get(recipe)):
+                outputs += y.detach(), x.grad, model(x, split_sizes=SIZES)
+        return dict(enumerate(outputs))
+
+    plain, model = build(device), build(device)
+    owners = [Zero3(module) for module in ([model] if whole else [each for each in model if [*each.parameters()]])]
+    full = [parameter.full for owner in owners for parameter in owner.parameters]
+    assert_same_bits(trained(model, full), trained(plain, plain.parameters()))

@@ -148,10 +148,13 @@ def state_of(parameter: torch.Tensor) -> tuple[Any, ...]:
 
     The storage itself, equal to itself alone: the address of one that was freed may be another's the next moment. FSDP2
     frees the memory of the storage and gathers the weight into other memory, but it is the same storage. Of a weight
-    that is held quantized those of its codes and scales.
+    that is held quantized those of its codes and scales. DeepSpeed's ZeRO-3 assigns the data of its parameters, marked
+    by `ds_id`, in each pass; what it gathers is its own to answer for.
     """
     kind = type(parameter)
     if kind is torch.nn.Parameter or kind is torch.Tensor:
+        if "ds_id" in parameter.__dict__:
+            return 0, parameter.dtype
         version = 0 if parameter.is_inference() else parameter._version
         return version, parameter.dtype, parameter.untyped_storage(), parameter.storage_offset(), parameter.stride()
     if isinstance(parameter, QuantizedHandle):
