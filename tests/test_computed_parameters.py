@@ -465,3 +465,11 @@ def test_a_graph_computes_weights_at_each_replay(recipe: str) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0.9)
+
+
+def test_views_that_a_module_of_fsdp_holds_besides_are_no_parameters():
+    linear = ops.Linear(4, 3)
+    linear._is_fsdp_managed_module = True  # as FSDP1 and FSDP2 mark what they manage
+    linear.mask = torch.ones(8)[:4]
+    assert linear.parameter_names() == ("weight", "bias")
+    assert linear(torch.ones(2, 4)).shape == (2, 3)

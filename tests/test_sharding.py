@@ -148,8 +148,9 @@ def compare_fsdp1(rank: int, use_orig_params: bool) -> None:
         sharded.eval()
         x = torch.randn(8, 16, generator=torch.Generator().manual_seed(9))
         extras = {"split_sizes": torch.tensor([8, 0, 0, 0]), "scales": torch.ones(8)}
-        with torch.no_grad(), autocast(recipe):
-            assert_same_bits({"y": sharded(x, **extras)}, {"y": plain(x, **extras)})
+        for mode in (torch.no_grad(), torch.inference_mode()):
+            with mode, autocast(recipe):
+                assert_same_bits({"y": sharded(x, **extras)}, {"y": plain(x, **extras)})
         resumed = make(Residual())
         with (
             FullyShardedDataParallel.state_dict_type(sharded, StateDictType.FULL_STATE_DICT),

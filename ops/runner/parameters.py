@@ -41,7 +41,7 @@ def computed_names(module: nn.Module) -> tuple[str, ...]:
             name for name, value in vars(module).items() if isinstance(value, Tensor) and is_set_by_hook(module, name)
         ]
     if is_managed(module):
-        found += [name for name, value in vars(module).items() if _is_part(value) and name not in module._parameters]
+        found += [name for name in vars(module) if name not in module._parameters and _is_part(module, name)]
     return tuple(found)
 
 
@@ -58,7 +58,8 @@ def is_managed(module: nn.Module) -> bool:
 def is_set_anew(module: nn.Module, name: str, *values: object) -> bool:
     """Whether a hook or FSDP1 assigns such attributes of this name in each forward."""
     tensors = [value for value in values if isinstance(value, Tensor)]
-    return any(is_set_by_hook(module, name) or (is_managed(module) and _is_part(tensor)) for tensor in tensors)
+    managed = is_managed(module)
+    return any(is_set_by_hook(module, name) or (managed and _is_part(module, name, tensor)) for tensor in tensors)
 
 
 def held_parameters(module: Any) -> dict[str, Tensor]:
@@ -155,9 +156,13 @@ def _registered_names(module: nn.Module) -> list[str]:
     return [name for name in names if not name.startswith(computed)] if computed else names
 
 
-def _is_part(value: object) -> bool:
-    """Whether an attribute is a view, as the parts of FSDP1's flat parameters are."""
-    return type(value) is Tensor and value._is_view()
+def _is_part(module: nn.Module, name: str, value: object = None) -> bool:
+    """Whether a value, or the attribute of this name, is a part of FSDP1's flat parameter: a plain tensor in place of a
+    parameter of an operation, or a view of one."""
+    value = vars(module)[name] if value is None else value
+    if type(value) is not Tensor:
+        return False
+    return name in getattr(module, "_parameter_order", ()) or getattr(value._base, "_is_flat_param", False)
 
 
 def _parametrized(module: nn.Module) -> Mapping[str, Any]:
