@@ -467,6 +467,26 @@ def test_a_graph_computes_weights_at_each_replay(recipe: str) -> None:
                 parameter.mul_(0.9)
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_class_that_is_put_over_a_module_computes_its_weights(model: str, compiled: bool) -> None:
+    """By properties, as torchtitan's SimpleFSDP does: the registered parameters stay, and get the gradients."""
+    ours, theirs, extras = paired(model)
+    before = gradients(ours, example(), **extras)
+    for module in (*ours.modules(), *theirs.modules()):
+        names = [name for name, parameter in module._parameters.items() if parameter is not None]
+        made = {name: property(lambda self, name=name: self._parameters[name].sin() * 1.5) for name in names}
+        module.__class__ = type(f"Over{type(module).__name__}", (type(module),), made)
+    if compiled:
+        torch.compiler.reset()
+        ours.compile(fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        found, expected = gradients(ours, example(), **extras), gradients(theirs, example())
+        assert_close(found, expected)
+    assert found.keys() == before.keys() and not torch.equal(found["y"], before["y"])  # type: ignore[arg-type]
+    assert all(gradient is not None for gradient in found.values())
+
+
 def test_views_that_a_module_of_fsdp_holds_besides_are_no_parameters():
     linear = ops.Linear(4, 3)
     linear._is_fsdp_managed_module = True  # as FSDP1 and FSDP2 mark what they manage

@@ -17,6 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, StateDictType, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from fuser import Sequential, autocast, lora, ops, prepare, to_quantized
 from fuser.distributed import TrainingState
@@ -206,6 +207,36 @@ def plans_of_fsdp1(rank: int, use_orig_params: bool) -> None:
             with torch.no_grad():
                 sharded.eval()(torch.ones(8, 16), split_sizes=torch.tensor([8, 0, 0, 0]), scales=torch.ones(8))
             assert len(made) == planned
+
+
+def gathered(name: str) -> property:
+    def gather(module: nn.Module) -> Tensor:
+        shard = module._parameters[name]
+        return shard.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
+
+    return property(gather)
+
+
+def compare_simple_fsdp(rank: int) -> None:
+    """As torchtitan's SimpleFSDP, which was not run: shards are registered, and a class that is put over the module's
+    gathers them where they are read."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for recipe in ("bf16", "fp8_current", "fp8_delayed"):
+        plain = Residual()
+        sharded = copy.deepcopy(plain)
+        for module in [*sharded.modules()]:
+            named = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+            for name, parameter in named.items():
+                module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
+            module.__class__ = type(f"Over{type(module).__name__}", (type(module),), {n: gathered(n) for n in named})
+        ours, other = (dict(enumerate(train(each, recipe))) for each in (sharded, plain))
+        assert_same_bits(ours, other)
+        assert_same_bits({n: whole(p) for n, p in sharded.named_parameters()}, dict(plain.named_parameters()))
+
+
+@pytest.mark.rest
+def test_weights_that_a_class_over_the_module_gathers(tmp_path: Path) -> None:
+    on_ranks(compare_simple_fsdp, folder=tmp_path, ranks=RANKS)
 
 
 @pytest.mark.rest

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ops.runner.built_in import is_built_in
 from ops.runner.input import check_local
-from ops.runner.parameters import without_parametrizations
+from ops.runner.parameters import computed_names, without_parametrizations
 from recipes.arguments import NUMBERS
 
 
@@ -19,9 +19,11 @@ def check_parameters(operations: Iterable[Any], x: Tensor) -> None:
     x's device, and TypeError for nested tensors, DTensors, and dtypes in which operations do not compute."""
     for operation in operations:
         built_in = is_built_in(without_parametrizations(operation)[0])
-        check_local((f"{type(operation).__name__}.{name}", p) for name, p in operation.named_parameters())
+        computed = computed_names(operation)  # of which nothing is known before they are computed
+        registered = [(name, parameter) for name, parameter in operation.named_parameters() if name not in computed]
+        check_local((f"{type(operation).__name__}.{name}", parameter) for name, parameter in registered)
         operation.check_assigned()
-        for name, parameter in operation.named_parameters():
+        for name, parameter in registered:
             label = f"{type(operation).__name__}.{name}"
             if parameter.is_meta and not x.is_meta:
                 raise RuntimeError(

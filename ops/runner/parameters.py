@@ -3,7 +3,8 @@
 A tensor takes the place of a parameter
 
     among the parameters   by `torch.func.functional_call`, or put there by its owner
-    by a property          of `torch.nn.utils.parametrize`, which computes it at each access
+    by a property          of `torch.nn.utils.parametrize`, or of a class that was put over the module's, as by
+                           torchtitan's SimpleFSDP, which computes it at each access
     by a forward pre-hook  of `torch.nn.utils.prune`, and of the older weight_norm and spectral_norm, which set an
                            attribute; what it is computed from is registered beside it, as weight_orig, or weight_g
     as an attribute        of a module that FSDP1 manages, whose parameter is a part of a flat one
@@ -15,10 +16,13 @@ registered parameter is read from the operation in backward too.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ops.runner.built_in import is_built_in
 
 _PARAMETRIZED = "parametrizations"
 _COMPUTED_FROM = ("orig", "g")  # suffixes of what hooks compute an attribute from
@@ -36,6 +40,7 @@ def parameter_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
 def computed_names(module: nn.Module) -> tuple[str, ...]:
     """The names of its own parameters that are computed: by a property, a hook or FSDP1."""
     found = [name for name, originals in _parametrized(module).items() if originals._parameters]
+    found += _behind_properties(module)
     if module._forward_pre_hooks:
         found += [
             name for name, value in vars(module).items() if isinstance(value, Tensor) and is_set_by_hook(module, name)
@@ -48,6 +53,18 @@ def computed_names(module: nn.Module) -> tuple[str, ...]:
 def is_set_by_hook(module: nn.Module, name: str) -> bool:
     """Whether a hook computes the attribute of this name from parameters of the module."""
     return any(module._parameters.get(f"{name}_{suffix}") is not None for suffix in _COMPUTED_FROM)
+
+
+def property_names(module: nn.Module) -> frozenset[str]:
+    """The names of the properties of its class that are not built in."""
+    kind: Any = type(module)
+    return _properties_of(kind)
+
+
+@cache
+def _properties_of(kind: type) -> frozenset[str]:
+    kinds = [each for each in kind.__mro__ if not is_built_in(each)]
+    return frozenset(name for each in kinds for name, value in vars(each).items() if isinstance(value, property))
 
 
 def is_managed(module: nn.Module) -> bool:
@@ -65,7 +82,7 @@ def is_set_anew(module: nn.Module, name: str, *values: object) -> bool:
 def held_parameters(module: Any) -> dict[str, Tensor]:
     """All of its parameters as they are now, by name. Those of a property are computed."""
     found = {name: held_parameter(module, name) for name in parameter_names(module)}
-    computed = {name: found[name].dtype for name in _parametrized(module) if name in found}
+    computed = {n: found[n].dtype for n in (*_parametrized(module), *_behind_properties(module)) if n in found}
     if computed:
         module._computed_dtypes = computed
     return found
@@ -76,13 +93,12 @@ def held_parameter(operation: Any, name: str) -> Tensor:
 
     Raises RuntimeError if None was assigned to it, AttributeError if there is nothing.
     """
-    parameter: Any = operation._parameters.get(name)
+    parameter: Any = None if name in property_names(operation) else operation._parameters.get(name)
     if parameter is None:
         owner, own_name = _owner(operation, name)
-        parameter = owner._parameters.get(own_name)
-        if parameter is None and own_name in computed_names(owner):
-            parameter = getattr(owner, own_name)
-        elif parameter is None and own_name in owner._parameters:
+        is_computed = own_name in computed_names(owner)
+        parameter = getattr(owner, own_name) if is_computed else owner._parameters.get(own_name)
+        if parameter is None and own_name in owner._parameters:
             raise RuntimeError(
                 f"Its {name} is None, but it computes with one. Assign a torch.nn.Parameter, frozen and without effect "
                 "if nothing is to be learned."
@@ -100,9 +116,12 @@ def held_parameter(operation: Any, name: str) -> Tensor:
 def parameter_dtype(operation: Any, name: str) -> torch.dtype:
     """That of the parameter of this name. One of a property is not computed for it: that of its last forward, and
     before any that of what it is computed from, which torch compares."""
+    known: torch.dtype | None = getattr(operation, "_computed_dtypes", {}).get(name)
     if name in _parametrized(operation):
-        known = getattr(operation, "_computed_dtypes", {}).get(name)
         return known or next(_parametrized(operation)[name].parameters()).dtype
+    behind = _behind_properties(operation)
+    if name in behind:
+        return known or behind[name].dtype
     return held_parameter(operation, name).dtype
 
 
@@ -121,6 +140,9 @@ def requires_grad(operation: nn.Module, name: str) -> bool:
     originals = _parametrized(owner).get(own_name)
     if originals is not None:
         return any(parameter.requires_grad for parameter in originals.parameters())
+    behind = _behind_properties(owner)
+    if own_name in behind:
+        return behind[own_name].requires_grad
     return held_parameter(operation, name).requires_grad
 
 
@@ -141,15 +163,20 @@ def is_computed(operation: nn.Module, name: str) -> bool:
 
 
 def without_parametrizations(module: nn.Module) -> tuple[type, Mapping[str, Any]]:
-    """The class that it had before torch parametrized it, and its submodules without the parametrizations."""
+    """The class that it had before torch parametrized it, or one was put over it that computes parameters, and its
+    submodules without the parametrizations."""
+    kind, behind = type(module), _behind_properties(module)
+    while behind and not behind.keys().isdisjoint(vars(kind)):
+        kind = kind.__bases__[0]
     if not _parametrized(module):
-        return type(module), module._modules
-    return type(module).__bases__[0], {n: child for n, child in module._modules.items() if n != _PARAMETRIZED}
+        return kind, module._modules
+    return kind.__bases__[0], {n: child for n, child in module._modules.items() if n != _PARAMETRIZED}
 
 
 def _registered_names(module: nn.Module) -> list[str]:
-    """But for those that a hook computes an attribute from."""
-    names = [name for name, parameter in module._parameters.items() if parameter is not None]
+    """But for those that a property or a hook computes an attribute from."""
+    behind = _behind_properties(module)
+    names = [name for name, parameter in module._parameters.items() if parameter is not None and name not in behind]
     if not module._forward_pre_hooks:
         return names
     computed = tuple(f"{name}_" for name in computed_names(module))
@@ -163,6 +190,12 @@ def _is_part(module: nn.Module, name: str, value: object = None) -> bool:
     if type(value) is not Tensor:
         return False
     return name in getattr(module, "_parameter_order", ()) or getattr(value._base, "_is_flat_param", False)
+
+
+def _behind_properties(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The registered parameters from which properties of their names in the module's class compute others."""
+    properties = property_names(module)
+    return {name: each for name, each in module._parameters.items() if each is not None and name in properties}
 
 
 def _parametrized(module: nn.Module) -> Mapping[str, Any]:

@@ -40,7 +40,7 @@ from ops.runner.names import in_profile
 from ops.runner.nested_backward import note_forward
 from ops.runner.node import PipelineFunction
 from ops.runner.output import check_extra_outputs, check_output
-from ops.runner.parameters import computed_names, held_parameters, planned_dtype, requires_grad
+from ops.runner.parameters import computed_names, held_parameters, planned_dtype, property_names, requires_grad
 from ops.runner.program import Planner, Program, Wiring, plan_unfused
 from ops.runner.quantizer_state import state_names
 from ops.runner.recent import Recent
@@ -194,7 +194,8 @@ class Pipeline:
         names: tuple[Any, ...] = ()
         for operation, own, children, hooks in self.members:
             owner: Any = operation()
-            if children or hooks or len(own) < len(owner._parameter_order):  # some may be computed
+            missing = len(own) < len(owner._parameter_order)
+            if children or hooks or missing or not property_names(owner).isdisjoint(own):  # some may be computed
                 found = held_parameters(owner)
                 parameters += found.values()
                 names += (*found, computed_names(owner))

@@ -19,7 +19,7 @@ from ops.runner.context import IndexTensor
 from ops.runner.input import why_not_plain
 from ops.runner.names import name_of
 from ops.runner.nested_backward import within_backward
-from ops.runner.parameters import parameter_dtype, planned_dtype
+from ops.runner.parameters import is_computed, parameter_dtype, planned_dtype
 from ops.runner.run import Pipeline
 from ops.runner.torch_autocast import dtype_of_autocast
 from ops.runner.traced_operations import call, register
@@ -64,7 +64,7 @@ class Seen(NamedTuple):
 
 
 # Name of the operation, key of its plan, parameters (path of the module, name), extra inputs, extra outputs
-TracedStage = tuple[str, str, tuple[tuple[tuple[str, ...], str], ...], tuple[str, ...], tuple[str, ...]]
+TracedStage = tuple[str, str, tuple[tuple[tuple[str, ...], str, bool], ...], tuple[str, ...], tuple[str, ...]]
 
 
 def is_constant(function: Function) -> Function:
@@ -146,11 +146,12 @@ def refuse(why: str) -> None:
 def parameters_of(module: nn.Module, stage: TracedStage) -> list[Tensor]:
     """The parameters of the stage. module: where their paths begin."""
     found = []
-    for path, parameter in stage[2]:
+    for path, parameter, computed in stage[2]:
         owner: Any = module
         for child in path:
             owner = owner._modules[child]
-        found.append(owner._parameters[parameter] if parameter in owner._parameters else getattr(owner, parameter))
+        registered = not computed and parameter in owner._parameters
+        found.append(owner._parameters[parameter] if registered else getattr(owner, parameter))
     return found
 
 
@@ -199,9 +200,9 @@ def stage_of(
     name = name_of(pipeline.operations, pipeline.planner(pipeline.operations, request).forward)
     register(name, plan, outlives_model=exported)
     slots = tuple(
-        ((*path, *inner), parameter)
+        ((*path, *name.split(".")[:-1]), name.split(".")[-1], is_computed(operation, name))
         for path, operation in zip(paths, pipeline.operations, strict=True)
-        for *inner, parameter in (name.split(".") for name in operation.parameter_names())
+        for name in operation.parameter_names()
     )
     return name, plan.key, slots, terms.inputs, outputs
 
