@@ -137,7 +137,7 @@ def main(arguments: argparse.Namespace) -> int:
         ("choosing the plan", cost.per_lookup, MAX_PER_LOOKUP),
     )
     for name, seconds, limit in rows:
-        print(f"  {name:22} {_us(seconds)}  (promised: at most {_us(limit)})")
+        print(f"  {name:22} {_us(seconds)}  (goal: at most {_us(limit)})")
     if arguments.json:
         figures = {"seconds": {name: seconds for name, seconds, _ in rows}, "ours": cost.ours, "by_hand": cost.by_hand}
         print(f"written: {write_results(arguments.json, 'host', 'cpu', figures)}")
