@@ -971,6 +971,7 @@ def test_what_the_tuner_tries_compiles_for_hopper():
 
 
 @pytest.mark.triton
+@pytest.mark.timeout(1800)
 @HOW_MANY
 def test_kernels_in_gluon_compile_for_hopper_with_each_release(every):
     reports = compiled(GLUON, 90, every)
