@@ -7,9 +7,9 @@ interpreter, which the other tests use, Triton compiles nothing.
 
 What was compiled stays in `build/compiled/kernels`, found by Triton's key of its source, and is reported from there.
 
-`make test-rest` compiles in bfloat16 as many configurations as every two constants of a kernel and each tile with each
-value of the other arguments need, in other dtypes as many as every tile and every value needs, and for other
-generations each kernel once; `make test-exhaustive` compiles them all.
+`make test-rest` compiles as many configurations as every two constants of a kernel and each tile with each value of the
+other arguments need; of what is no grouped product, in other dtypes than bfloat16, as many as every tile and every
+value needs; and for other generations each kernel once. `make test-exhaustive` compiles them all.
 """
 
 import contextlib
@@ -780,8 +780,8 @@ def arguments(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dic
 
 
 def covered(launch: Callable[[], None], pairs: bool) -> set[tuple[str, tuple]]:
-    """Of what it launches, as (kernel, its arguments), as much as every tile and every value of the others needs; with
-    pairs, as every two constants, and each tile with each value of the other arguments."""
+    """Of what it launches, as (kernel, its arguments), as much as every two constants, and each tile with each value of
+    the other arguments, need; without pairs, of kernels that are no grouped products, as every value needs."""
     launched: dict[str, dict[tuple, dict]] = defaultdict(dict)
 
     def only_note(kernel, *args, grid, warmup, **kwargs):
@@ -791,7 +791,8 @@ def covered(launch: Callable[[], None], pairs: bool) -> set[tuple[str, tuple]]:
             for (name, value), (other, another) in combinations(row.items(), 2)
             if name == "tile" or ("constexpr" in value and "constexpr" in another)
         }
-        launched[kernel.fn.__name__][tuple(row.items())] = met if pairs else row
+        name = kernel.fn.__name__
+        launched[name][tuple(row.items())] = met if pairs or "grouped" in name else row
 
     with patch.object(JITFunction, "run", only_note):
         launch()
