@@ -96,7 +96,7 @@ class Dispatch(BasicOperation):
     another transport, partial_sums or send_codes, overlap with another transport or partial_sums, partial_sums without
     a group, a capacity that is missing, not needed or less than a row for each expert of a rank, shapes that do not
     match, x on a CPU with "symmetric", and, on the CPU, indices outside [0, num_experts) (with empty_slots above
-    num_experts); TypeError for indices that are not integers, probs that are, or codes, a group of another type;
+    num_experts); TypeError for indices that are not integers, probs in integers or float8, a group of another type;
     NotImplementedError for empty_slots with a group. On a GPU the indices are not checked, because that would
     synchronize: a negative one counts for expert 0, one above for no expert, in rows past the sum of the sizes. With a
     group RuntimeError, on every rank, where ranks differ in num_experts, features, dtypes, slots, capacity, overlap,

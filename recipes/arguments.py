@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # in which operations compute
+NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # in which is computed, and which are cast
 
 Member = TypeVar("Member", bound=Enum)
 
@@ -62,7 +62,7 @@ def check_flags(**flags: object) -> None:
 
 
 def check_factors(name: str, dtype: torch.dtype) -> None:
-    """Raise TypeError for a tensor of this dtype that x is to be multiplied with: integers, and codes without scale."""
+    """Raise TypeError for a tensor of this dtype that x is multiplied with: integers, and codes without a scale."""
     if dtype not in NUMBERS:
         raise TypeError(f"{name} is {dtype}, but must be bfloat16, float16, float32 or float64. Give {name}.float().")
 

@@ -46,7 +46,8 @@ def computed_names(module: nn.Module) -> tuple[str, ...]:
             name for name, value in vars(module).items() if isinstance(value, Tensor) and is_set_by_hook(module, name)
         ]
     if is_managed(module):
-        found += [name for name in vars(module) if name not in module._parameters and _is_part(module, name)]
+        attributes = [(name, value) for name, value in vars(module).items() if name not in module._parameters]
+        found += [name for name, value in attributes if _is_part(module, name, value)]
     return tuple(found)
 
 
@@ -96,8 +97,8 @@ def held_parameter(operation: Any, name: str) -> Tensor:
     parameter: Any = None if name in property_names(operation) else operation._parameters.get(name)
     if parameter is None:
         owner, own_name = _owner(operation, name)
-        is_computed = own_name in computed_names(owner)
-        parameter = getattr(owner, own_name) if is_computed else owner._parameters.get(own_name)
+        computed = own_name in computed_names(owner)
+        parameter = getattr(owner, own_name) if computed else owner._parameters.get(own_name)
         if parameter is None and own_name in owner._parameters:
             raise RuntimeError(
                 f"Its {name} is None, but it computes with one. Assign a torch.nn.Parameter, frozen and without effect "
@@ -183,10 +184,9 @@ def _registered_names(module: nn.Module) -> list[str]:
     return [name for name in names if not name.startswith(computed)] if computed else names
 
 
-def _is_part(module: nn.Module, name: str, value: object = None) -> bool:
-    """Whether a value, or the attribute of this name, is a part of FSDP1's flat parameter: a plain tensor in place of a
-    parameter of an operation, or a view of one."""
-    value = vars(module)[name] if value is None else value
+def _is_part(module: nn.Module, name: str, value: object) -> bool:
+    """Whether the value of this attribute is a part of FSDP1's flat parameter: a plain tensor in place of an
+    operation's parameter, or a view of the flat one."""
     if type(value) is not Tensor:
         return False
     return name in getattr(module, "_parameter_order", ()) or getattr(value._base, "_is_flat_param", False)

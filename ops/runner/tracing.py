@@ -63,7 +63,8 @@ class Seen(NamedTuple):
     fusions: tuple[str, ...]
 
 
-# Name of the operation, key of its plan, parameters (path of the module, name), extra inputs, extra outputs
+# Name of the operation, key of its plan, parameters (path of the module, name, whether it is computed), extra inputs,
+# extra outputs
 TracedStage = tuple[str, str, tuple[tuple[tuple[str, ...], str, bool], ...], tuple[str, ...], tuple[str, ...]]
 
 
