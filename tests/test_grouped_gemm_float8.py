@@ -482,6 +482,17 @@ def test_large_shapes(case, mode, pair):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rows", [200, 1100], ids=["by a queue", "in order"])
+def test_columns_of_several_bands(mode, rows):
+    """Tiles are taken in bands of 2048 rows or columns."""
+    o = operands(Case([rows, 0, 2 * rows + 3, 7], tail=129, R=256, C=7 * 1024 + 128), mode, device="cuda")
+    exact = naive(o, extras=False)
+    for out_dtype in (torch.bfloat16, torch.float32):
+        assert_all_close(dispatched(o, mode, extras=False, out_dtype=out_dtype), exact, o, mode)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
 def test_repeats_give_the_same_bits(mode):
     o = operands(LARGE, mode, device="cuda")
     first = dispatched(o, mode, extras=True)

@@ -108,6 +108,8 @@ def load(
     HALF: gl.constexpr = BLOCK_N // 2
     of_a: gl.constexpr = a.block_type.nbytes
     of_b: gl.constexpr = b.block_type.nbytes
+    # Tiles that run side by side share the larger of the operands.
+    ACROSS: gl.constexpr = BOXES * HEIGHT > BLOCK_N
     num_tiles_m = gl.max(read_ends(ends), axis=0)
     num_tiles_n = gl.cdiv(C, BLOCK_N)
     step = 0
@@ -116,7 +118,7 @@ def load(
     while tile < num_tiles_m * num_tiles_n:
         if counter_ptr is not None:
             asked = ask_next(counter_ptr)
-        group, first, size, tile_n = tile_of_groups(offsets_ptr, ends, tile, num_tiles_n, BOXES * HEIGHT, BAND)
+        group, first, size, tile_n = tile_of_groups(offsets_ptr, ends, tile, num_tiles_n, BOXES * HEIGHT, BAND, ACROSS)
         hand(queue, turn, (group, first.to(gl.int32), size, tile_n))
         z, y, row = ragged_indices(first, size, 0, 1)
         column = tile_n * (HALF if GATED else BLOCK_N)
@@ -537,9 +539,9 @@ def m_grouped_gluon(
     in_order = blockwise and rows >= IN_ORDER_ROWS * G and has_fast_memory(out)
     num_tiles = most_tiles(rows, G, config.block_m) * cdiv(C, config.block_n)
     narrow = not blockwise and 0 < C % config.block_n <= config.block_n // 2
-    # For the others there are no registers; with scales of blocks it gains nothing where tiles are not in order.
+    # For the others there are no registers.
     late = (bias is None and not promote) or (layout == "tensor" and (bias is None or not promote))
-    late = in_order if blockwise else late and not narrow
+    late = blockwise or (late and not narrow)
     late = late and R > config.block_k and out.itemsize == 2
     width = config.block_n // 2 if narrow else config.block_n
     b_box = (width, config.block_k) if transposed else (config.block_k, width)
@@ -571,7 +573,7 @@ def m_grouped_gluon(
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         STAGES=config.num_stages,
-        BAND=band(config.block_m),
+        BAND=band(min(config.block_m, config.block_n)),
         GROUPS=max(128, next_power_of_2(G)),
         num_warps=4,  # the others are those of roles
     )

@@ -9,6 +9,9 @@ that programs at work together share few rows of either operand.
 
     3 tiles along m, 2 along n, BAND = 2:   (m, n) = (0, 0) (1, 0) (0, 1) (1, 1) | (2, 0) (2, 1)
 
+So the next tile takes the same columns, the larger operand of a tile that is wider than high. Of those of m_grouped in
+Gluon that are higher than wide (of codes with scales of blocks) m and n are exchanged, and it takes the same rows.
+
 In m_grouped no band has tiles of two groups, whose second operands differ, and the heights of a group's bands differ by
 one tile at most: of 17 tiles in bands of 16, the last one would load all columns for one tile.
 
@@ -51,9 +54,10 @@ def most_tiles(rows: int, num_groups: int, block_m: int) -> int:
     return min(rows // block_m + num_groups, rows)
 
 
-def band(block_m: int) -> int:
-    """Tiles along m in a band: 2048 rows, which is a balance of rows of both operands for 132 tiles 128 x 256."""
-    return 2048 // block_m
+def band(block: int) -> int:
+    """Tiles of `block` rows in a band: 2048 rows, which is a balance of rows of both operands for 132 tiles 128 x 256.
+    Or of `block` columns, where m and n are exchanged."""
+    return 2048 // block
 
 
 _CHUNK = tl.constexpr(32)

@@ -46,16 +46,22 @@ def read_ends(ends):
 
 
 @gluon.jit
-def tile_of_groups(offsets_ptr, ends, tile, num_n, BLOCK_M: gl.constexpr, BAND: gl.constexpr):
+def tile_of_groups(
+    offsets_ptr, ends, tile, num_n, BLOCK_M: gl.constexpr, BAND: gl.constexpr, ACROSS: gl.constexpr = False
+):  # fmt: skip
     """(group, first row, rows of the group from there on, n) of a tile, as in `persistent_schedule`. No warp needs
-    another one."""
+    another one. ACROSS: with m and n exchanged."""
     counted = read_ends(ends)
     before = counted * num_n <= tile
     group = gl.sum(before.to(gl.int32), axis=0)
     first = gl.max(gl.where(before, counted, 0), axis=0) * num_n
     begin = gl.load(offsets_ptr + group)
     size = (gl.load(offsets_ptr + group + 1) - begin).to(gl.int32)
-    m, n = tile_in_even_bands(tile - first, gl.cdiv(size, BLOCK_M), num_n, BAND)
+    num_m = gl.cdiv(size, BLOCK_M)
+    if ACROSS:
+        n, m = tile_in_even_bands(tile - first, num_n, num_m, BAND)
+    else:
+        m, n = tile_in_even_bands(tile - first, num_m, num_n, BAND)
     return group, begin + m * BLOCK_M, size - m * BLOCK_M, n
 
 

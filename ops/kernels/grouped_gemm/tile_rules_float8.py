@@ -12,8 +12,8 @@ from ops.kernels.grouped_gemm.tile_rules import FEW_ROWS, MANY_ROWS
 from recipes.tensors.formats import ScaleLayout
 from recipes.triton.gates import why_no_gluon
 
-# A group, on average: from here on TN with scales of blocks takes tiles in a fixed order where memory is fast. Of 1365
-# and 2048 rows that is 3 to 7 % faster than a queue on an H200, of 256 rows slower (`bench/results/tuning.md`).
+# A group, on average: from here on TN with scales of blocks takes tiles in a fixed order where memory is fast. Of 512
+# to 1024 rows that is 1 % faster than a queue on an H200, of 2048 as fast, of 256 4 % slower (`tuning.md`).
 IN_ORDER_ROWS = 384
 BLOCK = 128  # codes of one scale, and terms of one sum in split accumulation
 
