@@ -779,20 +779,21 @@ def arguments(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dic
     return {"tile": tuple(values.pop(name, None) for name in TILE), **dict(sorted(values.items()))}
 
 
-def covered(launch: Callable[[], None], pairs: bool) -> set[tuple[str, tuple]]:
-    """Of what it launches, as (kernel, its arguments), as much as every two constants, and each tile with each value of
-    the other arguments, need; without pairs, of kernels that are no grouped products, as every value needs."""
+def covered(launch: Callable[[], None], mode: str) -> set[tuple[str, tuple]]:
+    """Of what it launches, as (kernel, its arguments), as much as each tile with each value of the other arguments and
+    every two constants need. Of kernels that are no grouped products, unless they are compiled in Gluon alone, the
+    former in bf16, and in other numbers as much as every value needs."""
     launched: dict[str, dict[tuple, dict]] = defaultdict(dict)
 
     def only_note(kernel, *args, grid, warmup, **kwargs):
-        row = arguments(kernel, args, kwargs)
+        row, called = arguments(kernel, args, kwargs), kernel.fn.__name__
+        every_two = "grouped" in called or mode == GLUON
         met = {
             (name, other): (value, another)
             for (name, value), (other, another) in combinations(row.items(), 2)
-            if name == "tile" or ("constexpr" in value and "constexpr" in another)
+            if name == "tile" or (every_two and "constexpr" in value and "constexpr" in another)
         }
-        name = kernel.fn.__name__
-        launched[name][tuple(row.items())] = met if pairs or "grouped" in name else row
+        launched[called][tuple(row.items())] = met if every_two or mode == "bf16" else row
 
     with patch.object(JITFunction, "run", only_note):
         launch()
@@ -814,7 +815,7 @@ def compile_all(mode: str, arch: int, every: bool) -> None:
     dactivation_cast.runs_triton = elementwise.runs_triton
     cast_float8.runs_gluon = dactivation_cast.runs_gluon = lambda device: why_no_gluon(divmod(arch, 10)) is None
     launch = partial(launch_mode, mode, arch)
-    wanted = None if every else covered(launch, pairs=mode in ("bf16", GLUON))
+    wanted = None if every else covered(launch, mode)
     run, reported = JITFunction.run, set()
 
     def only_compile(kernel, *args, grid, warmup, **kwargs):
