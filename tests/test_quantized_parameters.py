@@ -388,6 +388,22 @@ def test_moves_keep_the_codes_and_the_parameter_and_another_dtype_dequantizes() 
     assert torch.equal(layers[1].weight, values.bfloat16())
 
 
+@pytest.mark.parametrize("move", ["meta", torch.bfloat16])
+def test_what_others_have_set_on_a_weight_stays_on_it_in_a_move(move: Any) -> None:
+    with fuser.quantized_model_init("fp8_delayed", preserve_high_precision_init_val=True):
+        layers = model(stacked=False)
+    initial, buffer = [weight.get_high_precision_init_val() for weight in held(layers)], torch.zeros(1)
+    for weight in held(layers):
+        vars(weight).update(sequence_parallel=True, main_grad=buffer)
+    names = [name for name, parameter in layers.named_parameters() if isinstance(parameter, QuantizedParameter)]
+    layers.to(move)
+    for name in names:
+        moved = layers.get_parameter(name)
+        assert moved.sequence_parallel is True and moved.main_grad is buffer  # type: ignore[attr-defined]
+        assert move == "meta" or not vars(moved).keys() & {"quantized", "quantizer", "_source"}
+    assert all(weight.get_high_precision_init_val() is it for weight, it in zip(held(layers), initial, strict=False))
+
+
 LOST = {
     "an expert": lambda w, v: w[0].copy_(v[0]),
     "an index": lambda w, v: w.__setitem__(0, v[0]),

@@ -118,14 +118,16 @@ def bind_to_states(operation: Any, names: Sequence[str]) -> None:
 @torch.no_grad()
 def applied(function: Callable[[Tensor], Tensor], weight: Any) -> Any:
     """What `nn.Module.to` and the like make of a quantized weight: itself, where nothing changes; a new one with its
-    codes on another device; an ordinary parameter, of another dtype or if it becomes empty. One weight of several
-    operations becomes one again in the same call of `nn.Module.to`, whose function is one object."""
+    codes on another device; an ordinary parameter, of another dtype or if it becomes empty. What others have set on it
+    stays, as on an ordinary one. One weight of several operations becomes one again in the same call of `nn.Module.to`,
+    whose function is one object."""
     if weight.moved is not None and weight.moved[0] is function:
         return weight.moved[1]
     result = function(weight)
     if result is weight or (isinstance(result, QuantizedParameter) and result.device == weight.device):
         return weight
     parameter = nn.Parameter(result, requires_grad=weight.requires_grad)
+    weight.hand_over_attributes(parameter)
     if weight.grad is not None:
         parameter.grad = function(weight.grad).to(parameter.dtype)  # that of a master is float32
     weight.moved = function, parameter

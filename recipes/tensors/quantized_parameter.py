@@ -97,6 +97,14 @@ class QuantizedParameter(QuantizedHandle):
         """Drop these values."""
         self._high_precision_init_val = None
 
+    def hand_over_attributes(self, parameter: Tensor) -> None:
+        """Give the parameter that takes its place in a module what others have set on this one, such as `main_grad`;
+        and to one that is held quantized the values before quantization."""
+        own = {*QuantizedParameter.__annotations__, "is_replaced", "_is_param"}
+        vars(parameter).update({name: value for name, value in vars(self).items() if name not in own})
+        if isinstance(parameter, QuantizedParameter):
+            parameter._high_precision_init_val = self._high_precision_init_val
+
     def _made_of(self, values: Tensor) -> QuantizedTensor:
         values = values.dequantize() if isinstance(values, QuantizedHandle) else values
         values = values.expand(self.shape).to(self.device)
