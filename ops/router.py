@@ -174,8 +174,9 @@ class Router(BasicOperation):
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound)
         if self.expert_bias is not None and self.tokens_since_update is not None:
-            self.expert_bias.zero_()
-            self.tokens_since_update.zero_()
+            # By functions that transformers' from_pretrained stands in for, which leave alone what was loaded.
+            nn.init.zeros_(self.expert_bias)
+            nn.init.zeros_(self.tokens_since_update)
 
     def check_set(self, name: str, value: Any) -> None:
         given = {**vars(self), name: value}
@@ -343,6 +344,8 @@ class Router(BasicOperation):
             self.expert_bias = bias.to(moved.device)  # steps of 1e-3 vanish in 16 bits
         if counts is not None and moved_counts is not None and moved_counts.dtype != torch.int64:
             self.tokens_since_update = counts.to(moved_counts.device)  # module.type() converts integers, too
+        if counts is not None and counts.is_meta and self.tokens_since_update is not None:
+            self.tokens_since_update.zero_()  # what to_empty made of no numbers
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

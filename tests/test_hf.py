@@ -23,7 +23,7 @@ import transformers  # noqa: E402
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation  # noqa: E402
 
 import fuser.hf  # noqa: E402
-from fuser import autocast  # noqa: E402
+from fuser import Sequential, autocast, ops  # noqa: E402
 from recipes.mxfp8 import MXFP8BlockScaling  # noqa: E402
 from recipes.registry import RECIPES  # noqa: E402
 from tests.check_operation import DEVICES  # noqa: E402
@@ -476,3 +476,37 @@ def test_a_recipe_that_there_is_not_registers_nothing() -> None:
     assert set(ALL_EXPERTS_FUNCTIONS) == before
     with pytest.raises(ValueError, match="fuser:fp9"):
         make("olmoe").set_experts_implementation("fuser:fp9")
+
+
+# ------------------------------------------------------------------------------------------- models of one's own
+
+
+class Routed(transformers.PreTrainedModel):
+    """A model of transformers that consists of operations, initialised as its documentation has it."""
+
+    config_class = transformers.PreTrainedConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.layer = Sequential(
+            ops.Router(H, E, topk=2, score_function="sigmoid", expert_bias=True, bias=True),
+            ops.Dispatch(E),
+            ops.GroupedLinear(E, H, 2 * F),
+            ops.ScaledSwiGLU(),
+            ops.GroupedLinear(E, F, H, stacked=False),
+            ops.Combine(),
+        )
+        self.post_init()
+
+    def _init_weights(self, module: Any) -> None:
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+
+def test_what_is_loaded_into_operations_stays_where_their_model_resets_parameters(tmp_path: Any) -> None:
+    model = Routed(transformers.PreTrainedConfig())
+    model.layer[0].expert_bias.uniform_()
+    model.save_pretrained(tmp_path)
+    loaded = Routed.from_pretrained(tmp_path)
+    assert_same_bits(loaded.state_dict(), model.state_dict())
+    assert not loaded.layer[0].tokens_since_update.any()

@@ -610,6 +610,7 @@ def test_on_the_meta_device_it_is_made_and_reset() -> None:
     router = sigmoid_router(bias=True, device="meta")
     assert router.expert_bias.is_meta and router.tokens_since_update.is_meta
     router = router.to_empty(device="cpu")
+    assert not router.tokens_since_update.any()  # no state dict has them, so nothing need set them
     router.reset_parameters()
     assert not router.expert_bias.any() and not router.tokens_since_update.any()
     assert 0 < router.bias.abs().max() <= 0.25
