@@ -156,3 +156,26 @@ def test_trainer_trains(recipe: str, tmp_path: Path) -> None:
     assert all(math.isclose(a, b, rel_tol=0.05) for a, b in zip(ours["loss"], expected["loss"], strict=True))
     assert ours["loss"][-1] < ours["loss"][0] - 0.5
     assert (ours == expected) == (recipe == "high_precision")
+
+
+def test_a_training_that_is_resumed_from_a_loaded_checkpoint_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    reason = "accelerate is not installed here, which Trainer needs: `pip install 'fuser-ops[hf]'`."
+    pytest.importorskip("accelerate", reason=reason)
+    torch.manual_seed(0)
+    model = make("qwen3-moe")
+    data = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(3, 64, (16, 9))]
+
+    def trained(model: Any, resume_from: str | None = None) -> dict[str, torch.Tensor]:
+        model.set_experts_implementation("fuser")
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=4, per_device_train_batch_size=4, gradient_accumulation_steps=2,
+            learning_rate=5e-3, lr_scheduler_type="constant", save_steps=2, report_to=[], use_cpu=True,
+            disable_tqdm=True, seed=0,
+        )  # fmt: skip
+        callbacks = [fuser.hf.RecipeCallback("mxfp8")]
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data, callbacks=callbacks)
+        trainer.train(resume_from_checkpoint=resume_from)
+        return model.state_dict()
+
+    expected, checkpoint = trained(model), str(tmp_path / "checkpoint-2")
+    assert_same_bits(trained(type(model).from_pretrained(checkpoint), checkpoint), expected)
