@@ -404,6 +404,13 @@ def test_what_others_have_set_on_a_weight_stays_on_it_in_a_move(move: Any) -> No
     assert all(weight.get_high_precision_init_val() is it for weight, it in zip(held(layers), initial, strict=False))
 
 
+def test_a_weight_is_not_made_by_its_class_as_offload_of_accelerate_has_it() -> None:
+    with fuser.quantized_model_init("mxfp8"):
+        weight = ops.Linear(64, 32).weight
+    with pytest.raises(TypeError, match=r"not made of a tensor by its class.*dequantized_state_dict"):
+        type(weight)(torch.empty(32, 64), requires_grad=weight.requires_grad)
+
+
 LOST = {
     "an expert": lambda w, v: w[0].copy_(v[0]),
     "an index": lambda w, v: w.__setitem__(0, v[0]),

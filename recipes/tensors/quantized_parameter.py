@@ -45,7 +45,13 @@ class QuantizedParameter(QuantizedHandle):
     moved: tuple[Callable[[Tensor], Tensor], Tensor] | None = None  # what a move of its module made of it, and by what
 
     @staticmethod
-    def __new__(cls, quantized: Quantized, quantizer: Quantizer) -> Any:
+    def __new__(cls, quantized: Quantized, quantizer: Quantizer | None = None, **others: Any) -> Any:
+        if quantizer is None or others:  # as accelerate does when it offloads, by the class of what was there
+            raise TypeError(
+                "A weight that is held quantized is not made of a tensor by its class, as accelerate's offload has it. "
+                "Offload a model with ordinary weights, which fuser.dequantized_state_dict(model.state_dict()) has, or "
+                "leave this one where it is."
+            )
         return QuantizedHandle.__new__(cls, quantized)
 
     def __init__(self, quantized: Quantized, quantizer: Quantizer) -> None:
