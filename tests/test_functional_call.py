@@ -190,6 +190,19 @@ def test_derivatives_that_would_be_wrong_are_refused() -> None:
         grad(lambda x: main_grad(x).sum())(x)
 
 
+def test_a_second_derivative_is_refused_where_backward_reads_nothing_but_what_forward_made() -> None:
+    model, x = Sequential(ops.Linear(K, K, dtype=F64), ops.GELU()).requires_grad_(False), example()
+
+    def slope(x: Tensor) -> Tensor:
+        return grad(lambda x: model(x).sum())(x).sum()
+
+    assert slope(x) == torch.autograd.grad(model(x.requires_grad_()).sum(), x)[0].sum()
+    for differentiate in (grad(slope), lambda x: torch.autograd.grad(slope(x), x)):
+        with pytest.raises(RuntimeError, match="Double backward"):
+            differentiate(x)
+    assert grad(lambda factor: factor * slope(x.detach()))(x.new_ones(())) == slope(x.detach())
+
+
 def test_vmap_within_a_compiled_function_is_refused_by_the_same_sentence() -> None:
     model, x = Sequential(ops.Linear(K, K, dtype=F64), ops.GELU()), example()
     compiled = torch.compile(vmap(model), backend="aot_eager")

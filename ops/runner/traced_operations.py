@@ -157,8 +157,9 @@ class _Function(torch.autograd.Function):
         everything = (*tensors, *results)
         fctx.save_for_backward(*[everything[at] for at in run.saved])
         fctx.call = operators, plan, run, plan.sizes(tensors)
-        carries = (*run.differentiable, *[False] * (len(results) - plan.num_results))
-        fctx.mark_non_differentiable(*[t for t, differs in zip(results, carries, strict=True) if not differs])
+        # What is kept for backward is not marked: by it autograd sees that backward depends on what went in (`_Once`).
+        carries = zip(results, run.differentiable, strict=False)
+        fctx.mark_non_differentiable(*[t for t, differs in carries if not differs])
 
     @staticmethod
     def backward(fctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
