@@ -210,6 +210,21 @@ def test_vmap_within_a_compiled_function_is_refused_by_the_same_sentence() -> No
         compiled(x[:, None])
 
 
+def test_gradients_within_a_compiled_function_break_its_graph_or_are_refused_by_a_sentence() -> None:
+    model, x = Sequential(ops.Linear(K, K, dtype=F64), ops.GELU()), example()
+
+    def loss(x: Tensor) -> Tensor:
+        return model(x).square().sum()
+
+    expected = grad(loss)(x)
+    for compiled in (grad(torch.compile(loss, backend="aot_eager")), torch.compile(grad(loss), backend="aot_eager")):
+        torch._dynamo.reset()
+        assert torch.equal(compiled(x), expected)
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match=r"not within what torch.compile traces.*grad\(torch.compile\(loss\)\)"):
+        torch.compile(grad(loss), fullgraph=True, backend="aot_eager")(x)
+
+
 def test_functionalize_runs_without_gradients_and_is_refused_with_them() -> None:
     torch.manual_seed(0)
     model = Sequential(ops.Router(K, 4, topk=2), ops.Dispatch(4), ops.GroupedLinear(4, K, K), ops.Combine())

@@ -22,8 +22,16 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import _FlopCounterMode, register_flop_formula
 
 from ops.runner.backward import DOUBLE_BACKWARD
+from ops.runner.not_traced import not_traced
 from ops.runner.traced_plan import TracedPlan
-from ops.runner.transforms import is_transformed, refuse_batches, refuse_gradients, refuse_tangents, within_dual_level
+from ops.runner.transforms import (
+    is_transformed,
+    refuse_batches,
+    refuse_gradients,
+    refuse_gradients_within,
+    refuse_tangents,
+    within_dual_level,
+)
 from recipes.triton.replay import is_eager
 
 _library = torch.library.Library("fuser", "FRAGMENT")
@@ -79,6 +87,7 @@ def _define(name: str) -> Operators:
                 if type(x) is Tensor and is_eager():  # what the call below does, without torch's dispatch
                     return _forward(x, others, plan, needs)
                 return operators.forward(x, others, plan, needs)
+        refuse_gradients_within()
         return _differentiable(operators, (x, *others), plan)
 
     _library.impl(name, differentiable, "Autograd")
@@ -132,6 +141,7 @@ def _needs(tensors: Sequence[Tensor]) -> str:
     return ("g" if enabled else "-") + "".join("1" if enabled and t.requires_grad else "0" for t in tensors)
 
 
+@not_traced("It runs eagerly.")
 def _differentiable(operators: Operators, tensors: Sequence[Tensor], key: str) -> Sequence[Tensor]:
     plan = plan_of(key)
     needs = _needs(tensors)
@@ -162,6 +172,7 @@ class _Function(torch.autograd.Function):
         fctx.mark_non_differentiable(*[t for t, differs in carries if not differs])
 
     @staticmethod
+    @not_traced("It runs eagerly, as its forward did.")
     def backward(fctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         is_transformed()  # or raise: jacrev has no other transform in forward
         refuse_gradients(gradients)

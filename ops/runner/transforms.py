@@ -49,6 +49,17 @@ def refuse_functionalize() -> None:
         )
 
 
+def refuse_gradients_within() -> None:
+    """Raise NotImplementedError in an operation of torch that torch.func.grad or vjp differentiates: a Function may not
+    be called there."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "Operations of fuser have gradients by torch.func.grad and vjp where these run eagerly, but not within "
+            "what torch.compile traces, nor around what its backend 'eager' runs. Compile the function that is "
+            "differentiated, by another backend: grad(torch.compile(loss))."
+        )
+
+
 def within_dual_level() -> bool:
     """Whether tensors may have tangents: torch.autograd.forward_ad.dual_level is entered."""
     return forward_ad._current_level >= 0
