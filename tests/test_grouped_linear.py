@@ -670,7 +670,7 @@ BAD_SIZES = {
     "sum above the rows": ([5, 0, 5], ValueError, r"split_sizes sum to 10, but x has only 9 rows"),
     "wrong length": ([4, 5], ValueError, r"split_sizes has 2 entries, but num_groups is 3"),
     "empty": ([], ValueError, r"split_sizes is empty"),
-    "floats": (torch.tensor([4.0, 0.0, 5.0]), TypeError, r"split_sizes is torch\.float32, but must be int32 or int64"),
+    "floats": (torch.tensor([4.0, 0.0, 5.0]), TypeError, r"split_sizes is torch\.float32, but must be integers"),
     "float list": ([4.0, 0.0, 5.0], TypeError, r"split_sizes must be integers"),
     "bool": (torch.tensor([True, False, True]), TypeError, r"split_sizes is torch\.bool"),
     "requires grad": (torch.tensor([4.0, 0.0, 5.0], requires_grad=True), ValueError, r"requires a gradient"),

@@ -144,9 +144,9 @@ CAPACITY = pytest.param([5, 6], 10, ValueError, r"split_sizes sum to 11, but x h
         pytest.param(np.array(3), 10, ValueError, r"has shape \[\], but must be \[num_groups\]", id="0-d-array"),
         pytest.param(np.int64(3), 10, ValueError, r"has shape \[\], but must be \[num_groups\]", id="numpy-number"),
         pytest.param(torch.tensor(3), 10, ValueError, r"has shape \[\], but must be \[num_groups\]", id="0-d"),
-        pytest.param(torch.ones(2) * 1j, 10, TypeError, r"is torch\.complex64, but must be int32", id="complex"),
-        pytest.param(torch.ones(2), 10, TypeError, r"is torch\.float32, but must be int32 or int64", id="float-tensor"),
-        pytest.param(torch.ones(2) > 0, 10, TypeError, r"is torch\.bool, but must be int32", id="bool-tensor"),
+        pytest.param(torch.ones(2) * 1j, 10, TypeError, r"is torch\.complex64, but must be integers", id="complex"),
+        pytest.param(torch.ones(2), 10, TypeError, r"is torch\.float32, but must be integers", id="float-tensor"),
+        pytest.param(torch.ones(2) > 0, 10, TypeError, r"is torch\.bool, but must be integers", id="bool-tensor"),
         pytest.param(
             torch.ones(2, requires_grad=True), 10, ValueError, r"requires a gradient, but sizes have none", id="grad"
         ),

@@ -301,7 +301,7 @@ def _check_sizes_tensor(sizes: Tensor) -> None:
     if sizes.requires_grad:
         raise ValueError("split_sizes requires a gradient, but sizes have none. Pass a tensor of integers.")
     if sizes.dtype.is_floating_point or sizes.dtype.is_complex or sizes.dtype == torch.bool:
-        raise TypeError(f"split_sizes is {sizes.dtype}, but must be int32 or int64. Convert it.")
+        raise TypeError(f"split_sizes is {sizes.dtype}, but must be integers. Convert it to int32 or int64.")
     if sizes.ndim != 1 or sizes.numel() == 0:
         raise ValueError(
             f"split_sizes has shape {list(sizes.shape)}, but must be [num_groups]. Pass one size for each group."
