@@ -201,19 +201,36 @@ def check_by_value(recipe: Recipe) -> None:
             f"{kind.__name__} is kept by its value, but has no hash: {error}. Give it fields that have one: a tuple in "
             "place of a list, instances of frozen dataclasses."
         ) from error
+    _check_attributes(recipe, "recipes")
+
+
+def check_parts_by_value(value: Any) -> None:
+    """Raise TypeError for a dataclass, this or in a field of it, whose class has the equality of another one, and
+    attributes that this does not compare. What a class that is a dataclass itself keeps beside its fields follows from
+    these."""
+    if not is_dataclass(value) or isinstance(value, type):
+        return
+    if "__dataclass_params__" not in vars(type(value)):
+        _check_attributes(value, "instances")
+    for f in fields(value):
+        check_parts_by_value(getattr(value, f.name))
+
+
+def _check_attributes(value: Any, plural: str) -> None:
+    kind: Any = type(value)
     compared = _compared(kind)
-    for name in vars(recipe):
+    for name in vars(value):
         if compared is not None and name not in compared:
             raise TypeError(
-                f"{kind.__name__}.{name} is no field, so recipes that differ in it alone are equal, and one would run "
+                f"{kind.__name__}.{name} is no field, so {plural} that differ in it alone are equal, and one would run "
                 f"as the other. Put @dataclass(frozen=True) above {kind.__name__}, and declare {name!r} as a field."
             )
 
 
 @cache
-def _compared(kind: type[Recipe]) -> frozenset[str] | None:
-    """The fields that say whether two recipes of this class are equal, and what `cached_property` keeps; None where the
-    class compares in a way of its own."""
+def _compared(kind: type[Any]) -> frozenset[str] | None:
+    """The fields that say whether two instances of this class are equal, and what `cached_property` keeps; None where
+    the class compares in a way of its own."""
     owner: Any = next(parent for parent in kind.__mro__ if "__eq__" in vars(parent))
     if not is_dataclass(owner) or "__dataclass_params__" not in vars(owner):
         return None

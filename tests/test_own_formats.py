@@ -459,3 +459,69 @@ def test_a_third_tensor_that_cannot_be_divided_among_groups_is_refused():
     alone = ShiftingQuantizer(Shifted).quantize(torch.randn(5, 8))
     with pytest.raises(NotImplementedError, match=message):
         alone.stacked([alone])
+
+
+class Coarse(Int8):
+    """Compared by the fields of Int8."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__("coarse", torch.int8, 127.0)
+        object.__setattr__(self, "step", step)
+
+
+class Bits(FormatQuantizer):
+    def __init__(self, bits: int) -> None:
+        super().__init__(ScaleSpec(Int8("INT8", torch.int8, 127.0), (1, ALL), Float32Scale()))
+        object.__setattr__(self, "bits", bits)
+
+
+@dataclass(frozen=True)
+class OneQuantizer:
+    quantizer: Quantizer
+
+    def __call__(self, role):
+        return self.quantizer
+
+
+class NamedQuantizer(OneQuantizer):
+    def __init__(self, quantizer, name):
+        super().__init__(quantizer)
+        object.__setattr__(self, "name", name)
+
+
+@dataclass(frozen=True)
+class Tabulated(Int8):
+    """What follows from the fields need not be one."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "table", torch.arange(3))
+
+
+INT8_BY_ROW = FormatQuantizer(ScaleSpec(Int8("INT8", torch.int8, 127.0), (1, ALL), Float32Scale()))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "name"),
+    [
+        pytest.param(OneQuantizer(Bits(4)), OneQuantizer(Bits(8)), "Bits.bits", id="quantizer"),
+        pytest.param(*(NamedQuantizer(INT8_BY_ROW, name) for name in "ab"), "NamedQuantizer.name", id="function"),
+        pytest.param(
+            *(OneQuantizer(FormatQuantizer(ScaleSpec(Coarse(n), (1, ALL), Float32Scale()))) for n in (1, 16)),
+            "Coarse.step",
+            id="element",
+        ),
+    ],
+)
+def test_what_is_equal_and_differs_is_refused(one, other, name):
+    """Within `constant_weights` the second would multiply the weights that the first has quantized."""
+    assert one == other
+    message = rf"{name} is no field, .* Put @dataclass\(frozen=True\) above"
+    with autocast(CustomRecipe(one)), pytest.raises(TypeError, match=message):
+        Sequential(ops.Linear(16, 16))(torch.rand(4, 16))
+
+
+def test_what_follows_from_the_fields_of_a_format_need_not_be_compared():
+    quantizer = FormatQuantizer(ScaleSpec(Tabulated("tabulated", torch.int8, 127.0), (1, ALL), Float32Scale()))
+    with autocast(CustomRecipe(OneQuantizer(quantizer))):
+        assert Sequential(ops.Linear(16, 16))(torch.rand(4, 16)).isfinite().all()

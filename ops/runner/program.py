@@ -18,7 +18,7 @@ from ops.runner.context import OperationContext, Receiver
 from ops.runner.data_parallel import LastWrapper
 from ops.runner.parameters import computed_slots
 from ops.runner.repeat import RepeatedStep, states, why_not_repeated
-from recipes.recipe import Role, check_batch_invariant
+from recipes.recipe import Role, check_batch_invariant, check_parts_by_value
 from recipes.request import Needs, PlanRequest
 from recipes.tensors.gathered_rows import GatheredRows
 
@@ -172,6 +172,8 @@ class Program:
         self.input_dtype = input_dtype
         self.path = choose_path(request)
         quantizers = [request.recipe.quantizer(role) for role in Role]
+        for value in (request.recipe, *quantizers):  # plans and quantized weights are found by them
+            check_parts_by_value(value)
         self.keeps_state = any(quantizer is not None and quantizer.keeps_state for quantizer in quantizers)
         flags = iter(request.needs[1])
         wanted_extras = request.needs[2]
