@@ -445,6 +445,55 @@ def test_a_tensor_on_the_context_is_refused():
         gradients(layer, run, "mxfp8", torch.randn(T, H))
 
 
+class Scaled(ops.Identity):
+    """y = x * scale * inner.scale; neither is a setting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.scale = 1.0
+        self.set_scale(1.0)
+        self._forwards = 0
+
+    def set_scale(self, scale: float) -> None:
+        self._scale = scale
+
+    def fuser_forward(self, ctx: Any, x: Tensor, extras: Any) -> Any:
+        self._forwards += 1
+        return x * (self._scale * self.inner.scale * self._forwards), {}
+
+    def fuser_backward(self, ctx: Any, dy: Tensor, d_extra_outputs: Any) -> Any:
+        return dy * (self._scale * self.inner.scale * self._forwards), {}, {}
+
+
+CHANGES: dict[str, Callable[[Sequential], None]] = {
+    "nothing": lambda layer: None,
+    "private": lambda layer: layer[0].set_scale(2.0),
+    "of a module": lambda layer: setattr(layer[0].inner, "scale", 3.0),
+}
+
+
+def test_what_is_assigned_that_is_no_setting_runs_compiled():
+    layer, eager = Sequential(Scaled()), Sequential(Scaled())
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(T, H)
+    for change in CHANGES.values():
+        change(layer)
+        change(eager)
+        expected = gradients(eager, eager, "bf16", x)
+        assert all(map(torch.equal, gradients(layer, run, "bf16", x), expected))
+
+
+def test_another_module_in_an_operation_is_compiled_anew():
+    layer = Sequential(Scaled())
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(T, H)
+    assert torch.equal(run(x), x)
+    layer[0].inner = nn.Module()
+    layer[0].inner.scale = 5.0
+    assert torch.equal(run(x), x * 5)
+
+
 @pytest.fixture
 def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

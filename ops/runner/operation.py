@@ -451,9 +451,10 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Because there is this method, FSDP2 sets the weights that it has gathered by it, and not behind our back.
-        before = self.__dict__.get(name)
+        before, module = self.__dict__.get(name), self.__dict__.get("_modules", {}).get(name)
         super().__setattr__(name, value)
-        if name == "__class__":  # on which plans and fusions depend
+        # on which plans and fusions depend
+        if name == "__class__" or self.__dict__.get("_modules", {}).get(name) is not module:
             self.__dict__["settings"] = self.settings + 1
         if name[0] == "_" or name == "training":
             return

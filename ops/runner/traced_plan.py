@@ -11,8 +11,9 @@ Where all steps of the program may be repeated (`ops.runner.repeat`), a call is 
 leaves for backward.
 
 What runs are stand-ins of the user's operations: with the same settings and states, and the tensors of the call as
-parameters. What forward leaves for backward beside tensors follows from the plan, the needs and the sizes, and is kept
-by these.
+parameters. An attribute that is no setting, of an operation of a user's own or of a module in one, the stand-in gets at
+its next forward. What forward leaves for backward beside tensors follows from the plan, the needs and the sizes, and is
+kept by these.
 """
 # P parameters
 
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ops.runner.backward import Record, run_backward
+from ops.runner.built_in import is_built_in
 from ops.runner.context import at_tensor, state_of
 from ops.runner.data_parallel import LastWrapper, leave_states
 from ops.runner.hooks import is_hooked
@@ -51,6 +53,12 @@ from recipes.tensors.abstract import is_abstract, with_known_memory
 from recipes.tensors.splits import Splits
 from recipes.triton.replay import Kept, how
 from recipes.triton.zeros import zeros_launch
+
+# What a stand-in does not take over from its module.
+_OWN = frozenset(
+    ("_parameters", "_buffers", "_modules", "_pipelines", "_weights_scope", "_captured_weights", "_settings_seen",
+     "_former_parameters", "_computed_dtypes")
+)  # fmt: skip
 
 MOST_SIZES = 4096  # of which a plan keeps what forward leaves: more than forwards that wait for their backward
 
@@ -154,6 +162,23 @@ class Run:
         self.left[sizes] = left
 
 
+class _Followed:
+    """A module whose attributes torch's guards do not compare, and its stand-in."""
+
+    def __init__(self, module: nn.Module, stand_in: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self._stand_in = stand_in
+        self._seen = dict(vars(module))
+        self._skipped = _OWN.union(computed_names(module))
+
+    def follow(self) -> None:
+        """Hand on what was assigned since; what forward noted on the stand-in stays."""
+        module = self._module()
+        for name, value in vars(module).items() if module is not None else ():
+            if name not in self._skipped and self._seen.get(name, self) is not value:
+                self._seen[name] = self._stand_in.__dict__[name] = value
+
+
 class TracedPlan:
     """The two functions of one pipeline on some terms. key: what stands for the plan in a graph, in this process alone.
 
@@ -182,6 +207,7 @@ class TracedPlan:
         self._recent = pipeline.recently_traced
         self._pipeline: Pipeline | None = None
         self._operations: list[Any] = []
+        self._followed: list[_Followed] = []
         self._states: list[dict[str, Tensor | None]] = []  # as the modules hold them
         self._runs: dict[str, Run] = {}
         self._lock = threading.RLock()
@@ -217,6 +243,8 @@ class TracedPlan:
         with _without_gradients(), without_autocast(tensors[0].device):
             with self._lock:
                 pipeline = self._made()
+                for followed in () if self._stays else self._followed:
+                    followed.follow()
                 if not is_abstract(tensors[0]):
                     made, left = self._forward(run, tensors, pipeline)
                     if left is not None:
@@ -236,15 +264,21 @@ class TracedPlan:
         """Give up what it runs with until it is used again."""
         with self._lock:
             if not self._stays:
-                self._pipeline, self._operations, self._states, self._runs = None, [], [], {}
+                self._pipeline, self._operations, self._followed, self._states, self._runs = None, [], [], [], {}
 
     def _made(self) -> Pipeline:
         """The pipeline of the stand-ins."""
         if self._pipeline is None:
-            live = [reference() for reference in self._live]
+            live: list[Any] = [reference() for reference in self._live]
             if any(operation is None for operation in live):
                 raise RuntimeError(f"The operations of {self.key} are gone. Keep the model, and compile it again.")
             self._operations = [_stand_in(operation, shares_state=True) for operation in live]
+            self._followed = [
+                _Followed(operation.get_submodule(name), stand_in)
+                for operation, whole in zip(live, self._operations, strict=True)
+                for name, stand_in in whole.named_modules()
+                if name or not is_built_in(type(stand_in))
+            ]
             self._states = [module._buffers for operation in self._operations for module in operation.modules()]
             self._pipeline = self._pipeline_of(self._operations)
         return self._pipeline
