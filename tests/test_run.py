@@ -1345,6 +1345,30 @@ def test_y_of_another_dtype_than_that_of_the_context_is_an_error(dtype: torch.dt
             sequential(torch.ones(2))
 
 
+def test_what_is_sparse_is_named_where_it_is_returned() -> None:
+    """Torch's "Cannot access storage of SparseTensorImpl" names neither the operation nor what it returned."""
+
+    class Sparse(Scale):
+        def __init__(self, of: str) -> None:
+            super().__init__()
+            self.of = of
+
+        def fuser_forward(self, ctx: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+            return x.to_sparse() if self.of == "y" else x * 1, {}
+
+        def fuser_backward(self, ctx: Any, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+            d_scale = torch.ones_like(self.scale)
+            if self.of == "dx":
+                return dy.to_sparse(), {"scale": d_scale}, {}
+            return dy, {"scale": d_scale.to_sparse()}, {}
+
+    for of, what in (("y", "y"), ("dx", "dx"), ("scale", "a gradient")):
+        with pytest.raises(
+            TypeError, match=rf"In operation 1 \(Sparse\): .* returned {what} in the layout .*sparse_coo"
+        ):
+            Sequential(Scale(), Sparse(of), Scale())(torch.ones(2, 3)).sum().backward()
+
+
 def test_an_extra_output_of_floating_point_that_is_declared_as_indices_is_an_error() -> None:
     """It would have no gradient."""
 

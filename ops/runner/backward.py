@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any, NamedTuple, NoReturn
 
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, strided
 
 from ops.runner.callers_buffers import CallersBuffer, overlap
 from ops.runner.context import OperationContext, at_tensor, state_of
@@ -325,6 +325,8 @@ def _check_grad_input(dx: Any, shape: tuple[int, ...] | None, is_needed: bool) -
         )
     if not dx.dtype.is_floating_point:
         raise TypeError(f"fuser_backward returned dx in {dx.dtype}. Return floating-point numbers, as x has.")
+    if isinstance(dx, Tensor) and dx.layout is not strided:
+        raise TypeError(f"fuser_backward returned dx in the layout {dx.layout}. Return a dense tensor: dx.to_dense().")
 
 
 def _repeat(
@@ -453,6 +455,11 @@ def _check_gradient(of: str, name: str, gradient: Any, shape: tuple[int, ...] | 
         raise TypeError(
             f"fuser_backward returned a gradient in {gradient.dtype} for the {of} {name!r}. Return floating-point "
             "numbers."
+        )
+    if gradient.layout is not strided:
+        raise TypeError(
+            f"fuser_backward returned a gradient in the layout {gradient.layout} for the {of} {name!r}. Return a dense "
+            "tensor, by to_dense()."
         )
     if shape is not None and gradient.shape != shape:
         raise RuntimeError(

@@ -15,11 +15,13 @@ from recipes.tensors.splits import Splits
 
 
 def check_output(y: Any, dtype: torch.dtype) -> None:
-    """Raise TypeError for a y that is no tensor or container, or in another dtype."""
+    """Raise TypeError for a y that is no tensor or container, in another dtype, or sparse."""
     if not isinstance(y, Tensor | Quantized | GatheredRows):
         raise TypeError(f"fuser_forward returned a {type(y).__name__} as y. Return a tensor.")
     if isinstance(y, Tensor) and y.dtype != dtype:  # quantized, it has the dtype of the operation that takes it
         raise TypeError(f"fuser_forward returned y in {y.dtype}, but ctx.dtype is {dtype}. Return y in this dtype.")
+    if isinstance(y, Tensor) and y.layout is not torch.strided:
+        raise TypeError(f"fuser_forward returned y in the layout {y.layout}. Return a dense tensor: y.to_dense().")
 
 
 def check_extra_outputs(outputs: Any, declared: Sequence[tuple[str, str, type]]) -> None:
