@@ -376,6 +376,36 @@ def test_codes_of_ones_own_say_what_they_stand_for():
         assert_close({"y": op(x)}, {"y": x @ w.T})
 
 
+@pytest.mark.parametrize(
+    ("operand", "message"),
+    [
+        pytest.param(lambda values: values, r"operand\(\) of x in fprop returned a Tensor", id="values"),
+        pytest.param(lambda values: None, r"operand\(\) of x in fprop returned a NoneType", id="nothing"),
+        pytest.param(lambda values: Operand(values, 2.0), "Operand of x in fprop has .* Tensor and float", id="scale"),
+        pytest.param(
+            lambda values: Operand(None, None), "Operand of x in fprop has .* NoneType and NoneType", id="none"
+        ),
+    ],
+)
+def test_an_operand_that_is_none_is_named(operand, message):
+    class Returns(Halved):
+        def operand(self, dtype, splits=None):
+            return operand(self.codes.to(dtype))
+
+    @dataclass(frozen=True)
+    class ReturningQuantizer(HalvingQuantizer):
+        def quantize(self, x, *, rowwise=True, columnwise=False):
+            copies = (Returns(x, x.new_ones(()), INT8_PER_ROW, x.shape, which) for which in (False, True))
+            return QuantizedTensor(*copies, x.dtype)
+
+    layer = Sequential(ops.Linear(8, 5))
+    with (
+        autocast(CustomRecipe(lambda role: ReturningQuantizer())),
+        pytest.raises(TypeError, match=rf"In operation 0 \(Linear\): the {message}"),
+    ):
+        layer(torch.randn(6, 8))
+
+
 @dataclass(frozen=True, eq=False)
 class Shifted(ScaledCodes):
     """Codes of numbers less the smallest one of each row, which is a third tensor."""

@@ -124,8 +124,8 @@ Matrix = Tensor | QuantizedTensor | GroupedTensor
 def operands(layout: GemmLayout, a: Matrix, b: Matrix, nominal: torch.dtype) -> tuple[Operand, Operand]:
     """What the product multiplies, in one dtype; but of groups on a CPU kept values of the weights may be narrower.
 
-    Raises ValueError for values of another shape than the copy, and for an `Operand.scale` that the product does not
-    take.
+    Raises TypeError for what is no Operand of tensors, ValueError for values of another shape than the copy, and for an
+    `Operand.scale` that the product does not take.
     """
     plain_a, plain_b = _plain(a), _plain(b)
     if plain_a is not None and plain_b is not None and plain_a.dtype == plain_b.dtype:
@@ -150,6 +150,14 @@ def operands(layout: GemmLayout, a: Matrix, b: Matrix, nominal: torch.dtype) -> 
 
 
 def _check_values(operand: Operand, x: Matrix, name: str) -> None:
+    if not isinstance(operand, Operand):
+        raise TypeError(f"the operand() of {name} returned a {type(operand).__name__}. Return Operand(values, scale).")
+    if not isinstance(operand.values, Tensor) or not (operand.scale is None or isinstance(operand.scale, Tensor)):
+        kinds = f"{type(operand.values).__name__} and {type(operand.scale).__name__}"
+        raise TypeError(
+            f"the Operand of {name} has values and a scale of type {kinds}, but values must be a tensor, and the scale "
+            "a float32 tensor or None. Make it so."
+        )
     given, shape = operand.values.shape, x.shape
     if given == shape or (given[-1] == shape[-1] and (operand.block > 1 or given.numel() == shape.numel())):
         return
