@@ -54,11 +54,7 @@ from recipes.tensors.splits import Splits
 from recipes.triton.replay import Kept, how
 from recipes.triton.zeros import zeros_launch
 
-# What a stand-in does not take over from its module.
-_OWN = frozenset(
-    ("_parameters", "_buffers", "_modules", "_pipelines", "_weights_scope", "_captured_weights", "_settings_seen",
-     "_former_parameters", "_computed_dtypes")
-)  # fmt: skip
+_NONE = object()  # where there is no attribute
 
 MOST_SIZES = 4096  # of which a plan keeps what forward leaves: more than forwards that wait for their backward
 
@@ -167,16 +163,19 @@ class _Followed:
 
     def __init__(self, module: nn.Module, stand_in: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self._stand_in = stand_in
+        self._stand_in = stand_in.__dict__
         self._seen = dict(vars(module))
-        self._skipped = _OWN.union(computed_names(module))
 
     def follow(self) -> None:
-        """Hand on what was assigned since; what forward noted on the stand-in stays."""
+        """Hand on what was assigned since. An attribute that the stand-in has for itself, or in which forward has noted
+        something, stays as it is."""
         module = self._module()
         for name, value in vars(module).items() if module is not None else ():
-            if name not in self._skipped and self._seen.get(name, self) is not value:
-                self._seen[name] = self._stand_in.__dict__[name] = value
+            before = self._seen.get(name, _NONE)
+            if value is not before:
+                self._seen[name] = value
+                if self._stand_in.get(name, _NONE) is before:
+                    self._stand_in[name] = value
 
 
 class TracedPlan:
@@ -542,6 +541,8 @@ def _stand_in(module: Any, *, shares_state: bool) -> Any:
         "_pipelines": {},
         "_weights_scope": None,
         "_captured_weights": None,
+        "_former_parameters": None,
+        "_settings_seen": None,
         "is_stand_in": True,
     }
     parameters = dict.fromkeys((*computed, *module._parameters))
