@@ -446,7 +446,7 @@ def test_a_tensor_on_the_context_is_refused():
 
 
 class Scaled(ops.Identity):
-    """y = x * scale * inner.scale; neither is a setting."""
+    """y = x * factor, by attributes of which none is a setting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -460,16 +460,21 @@ class Scaled(ops.Identity):
 
     def fuser_forward(self, ctx: Any, x: Tensor, extras: Any) -> Any:
         self._forwards += 1
-        return x * (self._scale * self.inner.scale * self._forwards), {}
+        return x * self.factor(), {}
 
     def fuser_backward(self, ctx: Any, dy: Tensor, d_extra_outputs: Any) -> Any:
-        return dy * (self._scale * self.inner.scale * self._forwards), {}, {}
+        return dy * self.factor(), {}, {}
+
+    def factor(self) -> float:
+        return (self._scale + vars(self).get("_offset", 0.0)) * self.inner.scale * self._forwards
 
 
 CHANGES: dict[str, Callable[[Sequential], None]] = {
     "nothing": lambda layer: None,
     "private": lambda layer: layer[0].set_scale(2.0),
     "of a module": lambda layer: setattr(layer[0].inner, "scale", 3.0),
+    "noted by forward": lambda layer: setattr(layer[0], "_forwards", 10),
+    "new": lambda layer: setattr(layer[0], "_offset", 2.0),
 }
 
 

@@ -159,23 +159,20 @@ class Run:
 
 
 class _Followed:
-    """A module whose attributes torch's guards do not compare, and its stand-in."""
+    """A module whose attributes torch's guards do not compare, and its new stand-in."""
 
     def __init__(self, module: nn.Module, stand_in: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self._stand_in = stand_in.__dict__
-        self._seen = dict(vars(module))
+        self._given, self._seen = stand_in.__dict__, dict(vars(module))
+        names = self._given.keys() | self._seen.keys()
+        self._own = {name for name in names if self._given.get(name, _NONE) is not self._seen.get(name, _NONE)}
 
     def follow(self) -> None:
-        """Hand on what was assigned since. An attribute that the stand-in has for itself, or in which forward has noted
-        something, stays as it is."""
+        """Hand on what was assigned since, but for what the stand-in has for itself."""
         module = self._module()
         for name, value in vars(module).items() if module is not None else ():
-            before = self._seen.get(name, _NONE)
-            if value is not before:
-                self._seen[name] = value
-                if self._stand_in.get(name, _NONE) is before:
-                    self._stand_in[name] = value
+            if name not in self._own and value is not self._seen.get(name, _NONE):
+                self._seen[name] = self._given[name] = value
 
 
 class TracedPlan:
