@@ -331,14 +331,8 @@ class Sequential(Container):
             raise TypeError(
                 f"buffers is a {type(buffers).__name__}. Pass a mapping of each operation's buffers by its position."
             )
-        named_by: dict[int, Any] = {}
         for index, named in buffers.items():
             check_buffers(self[as_integer("a key of buffers", index)], named, f"buffers[{index}]")
-            if (other := named_by.setdefault(index % len(self), index)) != index:
-                raise ValueError(
-                    f"buffers names operation {index % len(self)} twice, by {other} and {index}. Give all of its "
-                    "buffers in one entry."
-                )
 
     def _check_between_stages(self, layout: Layout, buffers: Any, x: Tensor, extras: Mapping[str, Any]) -> None:
         places: dict[int | None, str] = {index: place_of(str(index), module) for index, module in enumerate(self)}

@@ -120,14 +120,6 @@ def test_buffers_that_overlap_each_other_are_refused(name: str) -> None:
     assert not arena.any()
 
 
-def test_an_operation_that_is_named_twice_is_refused() -> None:
-    """From the end, too: one of its entries was dropped in silence."""
-    buffers = {name: torch.zeros(ROWS, WIDTH) for name in ("output", "grad_input")}
-    indices = {2: {"output": buffers["output"]}, -1: {"grad_input": buffers["grad_input"]}}
-    with pytest.raises(ValueError, match="names operation 2 twice, by 2 and -1"):
-        layer()(torch.randn(ROWS, WIDTH), split_sizes=SIZES, scales=torch.randn(ROWS), buffers=indices)
-
-
 @pytest.mark.parametrize("what", ["x", "scales", "h"])
 def test_a_later_stages_gradient_is_not_written_over_what_an_earlier_one_keeps(what: str) -> None:
     first, gelu, last = layer()
