@@ -20,6 +20,8 @@ from fuser import Sequential, autocast, ops, prepare
 from tests.computed_cases import F64, MODELS, K, N, assert_close, example, paired
 from tests.reference import assert_same_bits
 
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # what forward mode imports
+
 
 def called_with(module: nn.Module, kind: str, **extras: Any) -> dict[str, Tensor | None]:
     """The gradients of tensors that take the place of the parameters for one call."""
@@ -165,7 +167,6 @@ def jvp_along(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]:
     return lambda x: jvp(function, (x,), (x,))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # what torch.func.jvp imports
 def test_derivatives_that_would_be_wrong_are_refused() -> None:
     model, x = Sequential(ops.Linear(K, K, dtype=F64), ops.GELU()), example()
 
