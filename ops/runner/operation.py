@@ -116,7 +116,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     `gathers_back`. Of a subclass that replaces a method it does not hold.
     lends_memory: whether it may have memory into which its neighbours write what it takes: `memory_for_input`,
     `memory_for_grad_output`.
-    is_stand_in: whether it stands for another operation in `ops.runner.traced_plan`, with the tensors of one call.
+    is_stand_in: whether it stands for another operation by `ops.runner.stand_ins`, with the tensors of one call.
 
     Calling an operation runs it as a pipeline of one, never fused: `y = operation(x, split_sizes=sizes)`.
     """

@@ -10,10 +10,9 @@ operation has a rule for its shapes beside its code.
 Where all steps of the program may be repeated (`ops.runner.repeat`), a call is repeated as a whole, with what forward
 leaves for backward.
 
-What runs are stand-ins of the user's operations: with the same settings and states, and the tensors of the call as
-parameters. An attribute that is no setting, of an operation of a user's own or of a module in one, the stand-in gets at
-its next forward. What forward leaves for backward beside tensors follows from the plan, the needs and the sizes, and is
-kept by these.
+What runs are stand-ins of the user's operations (`ops.runner.stand_ins`): with the same settings and states, and the
+tensors of the call as parameters. An attribute that is no setting they get at their next forward. What forward leaves
+for backward beside tensors follows from the plan, the needs and the sizes, and is kept by these.
 """
 # P parameters
 
@@ -34,16 +33,15 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ops.runner.backward import Record, run_backward
-from ops.runner.built_in import is_built_in
 from ops.runner.context import at_tensor, state_of
 from ops.runner.data_parallel import LastWrapper, leave_states
 from ops.runner.hooks import is_hooked
 from ops.runner.nested_backward import within_backward
-from ops.runner.parameters import computed_names, without_parametrizations
 from ops.runner.program import Program
 from ops.runner.quantizer_state import state_names
 from ops.runner.repeat import MOST_KEYS, OperationState, may_repeat
 from ops.runner.run import Call, Pipeline, step_of
+from ops.runner.stand_ins import Followed, followed, stand_in_for
 from ops.runner.torch_autocast import without_autocast
 from ops.runner.views import View, in_own_memory, memory_number, restored, view_in
 from recipes.checkpoint_frames import checkpoints
@@ -53,8 +51,6 @@ from recipes.tensors.abstract import is_abstract, with_known_memory
 from recipes.tensors.splits import Splits
 from recipes.triton.replay import Kept, how
 from recipes.triton.zeros import zeros_launch
-
-_NONE = object()  # where there is no attribute
 
 MOST_SIZES = 4096  # of which a plan keeps what forward leaves: more than forwards that wait for their backward
 
@@ -158,23 +154,6 @@ class Run:
         self.left[sizes] = left
 
 
-class _Followed:
-    """A module whose attributes torch's guards do not compare, and its new stand-in."""
-
-    def __init__(self, module: nn.Module, stand_in: nn.Module) -> None:
-        self._module = weakref.ref(module)
-        self._given, self._seen = stand_in.__dict__, dict(vars(module))
-        names = self._given.keys() | self._seen.keys()
-        self._own = {name for name in names if self._given.get(name, _NONE) is not self._seen.get(name, _NONE)}
-
-    def follow(self) -> None:
-        """Hand on what was assigned since, but for what the stand-in has for itself."""
-        module = self._module()
-        for name, value in vars(module).items() if module is not None else ():
-            if name not in self._own and value is not self._seen.get(name, _NONE):
-                self._seen[name] = self._given[name] = value
-
-
 class TracedPlan:
     """The two functions of one pipeline on some terms. key: what stands for the plan in a graph, in this process alone.
 
@@ -203,7 +182,7 @@ class TracedPlan:
         self._recent = pipeline.recently_traced
         self._pipeline: Pipeline | None = None
         self._operations: list[Any] = []
-        self._followed: list[_Followed] = []
+        self._followed: list[Followed] = []
         self._states: list[dict[str, Tensor | None]] = []  # as the modules hold them
         self._runs: dict[str, Run] = {}
         self._lock = threading.RLock()
@@ -239,14 +218,14 @@ class TracedPlan:
         with _without_gradients(), without_autocast(tensors[0].device):
             with self._lock:
                 pipeline = self._made()
-                for followed in () if self._stays else self._followed:
-                    followed.follow()
+                for module in () if self._stays else self._followed:
+                    module.follow()
                 if not is_abstract(tensors[0]):
                     made, left = self._forward(run, tensors, pipeline)
                     if left is not None:
                         run.leave(tuple(self.sizes(tensors)), left)
                     return made
-                operations = [_stand_in(operation, shares_state=False) for operation in self._operations]
+                operations = [stand_in_for(operation, shares_state=False) for operation in self._operations]
             with with_known_memory(tensors[0]):
                 return self._execute(run, tensors, operations, self._pipeline_of(operations))[0]
 
@@ -268,13 +247,8 @@ class TracedPlan:
             live: list[Any] = [reference() for reference in self._live]
             if any(operation is None for operation in live):
                 raise RuntimeError(f"The operations of {self.key} are gone. Keep the model, and compile it again.")
-            self._operations = [_stand_in(operation, shares_state=True) for operation in live]
-            self._followed = [
-                _Followed(operation.get_submodule(name), stand_in)
-                for operation, whole in zip(live, self._operations, strict=True)
-                for name, stand_in in whole.named_modules()
-                if name or not is_built_in(type(stand_in))
-            ]
+            self._operations = [stand_in_for(operation, shares_state=True) for operation in live]
+            self._followed = [one for pair in zip(live, self._operations, strict=True) for one in followed(*pair)]
             self._states = [module._buffers for operation in self._operations for module in operation.modules()]
             self._pipeline = self._pipeline_of(self._operations)
         return self._pipeline
@@ -519,37 +493,6 @@ def _flops(program: Program, operations: Sequence[Any], rows: Sequence[int]) -> 
 
 def _activations(tensors: Sequence[Tensor], num_parameters: int) -> list[Tensor]:
     return [tensors[0], *tensors[1 + num_parameters :]]
-
-
-def _stand_in(module: Any, *, shares_state: bool) -> Any:
-    """A module with the same settings and without parameters. Its state is the module's, or other tensors like it."""
-    kind, submodules = without_parametrizations(module)
-    computed = computed_names(module)
-    own: Any = object.__new__(kind)
-    own.__dict__.update({name: value for name, value in module.__dict__.items() if name not in computed})
-    buffers = module._buffers
-    if not shares_state:
-        buffers = {name: state if state is None else _empty_like(state) for name, state in buffers.items()}
-    children = {
-        name: child if child is None else _stand_in(child, shares_state=shares_state)
-        for name, child in submodules.items()
-    }
-    made_anew: dict[str, Any] = {
-        "_pipelines": {},
-        "_weights_scope": None,
-        "_captured_weights": None,
-        "_former_parameters": None,
-        "_settings_seen": None,
-        "is_stand_in": True,
-    }
-    parameters = dict.fromkeys((*computed, *module._parameters))
-    own.__dict__.update(_parameters=parameters, _buffers=buffers, _modules=children, **made_anew)
-    return own
-
-
-def _empty_like(state: Tensor) -> Tensor:
-    """A tensor like it, also where torch traces and it is none of the tensors that are traced."""
-    return torch.empty_strided(state.size(), state.stride(), dtype=state.dtype, device=state.device)
 
 
 def _at_border(value: Any) -> Tensor:
