@@ -112,7 +112,7 @@ class GroupedProducts:
         return found
 
     def _operands(self, linear: _Linear, recipe: Recipe, path: Path) -> tuple[Any, Any, Any]:
-        """x, w and dy with both quantized copies, or unchanged in high precision."""
+        """x, w and dy with the quantized copies that are multiplied, or unchanged in high precision."""
         quantizers = {role: recipe.quantizer(role) for role in Role}
         if any(quantizer is not None and quantizer.keeps_state for quantizer in quantizers.values()):
             settle(linear, recipe, self.splits)
@@ -127,11 +127,10 @@ class GroupedProducts:
 
         agree = of_weight is not None and of_weight.copies_agree
         weight = one_for_both(weights, True, True) if agree else weights(True, True)
-        x, dy = (
-            path.quantize(tensor, self.splits, quantizers[role], rowwise=True, columnwise=True)
-            for tensor, role in ((linear.x, Role.INPUT), (linear.dy, Role.GRAD_OUTPUT))
-        )
-        return x, weight, dy
+        x = path.quantize(linear.x, self.splits, quantizers[Role.INPUT], rowwise=True, columnwise=True)
+        in_rows = path.wgrad_reads_rows(linear.dy, self.splits, (linear.weight.shape[1], linear.weight.shape[2]))
+        of_dy = quantizers[Role.GRAD_OUTPUT]
+        return x, weight, path.quantize(linear.dy, self.splits, of_dy, rowwise=True, columnwise=not in_rows)
 
 
 def settle(linear: _Linear, recipe: Recipe, splits: Splits) -> None:

@@ -290,7 +290,7 @@ class GroupedMLP(FusedOperation):
         dy_q = act = None
         if fc2_ctx.needs.input or wgrad:
             gradients = fc2_ctx.quantizer(Role.GRAD_OUTPUT)
-            dy_q = path.quantize(dy, splits, gradients, rowwise=fc2_ctx.needs.input, columnwise=wgrad)
+            dy_q = path.quantize(dy, splits, gradients, **fc2.copies_of_grad(fc2_ctx, dy, splits))
         inputs = fc2_ctx.quantizer(Role.INPUT, saved.act_scale) if wgrad else None
         act_copy, found = {"rowwise": False, "columnwise": True}, saved.act_meetings
         step = activation_step(self.activation, self.scaled)
@@ -307,10 +307,10 @@ class GroupedMLP(FusedOperation):
         # The activation, whose kernel quantizes act and dh where it can. A quantizer draws a random seed or records an
         # amax: only if a product reads the result, as unfused.
         act_into = dh_into = None
-        dh_copies = {"rowwise": fc1_ctx.needs.input, "columnwise": fc1.needs_weight_grad(fc1_ctx)}
+        dh_copies = fc1.copies_of_grad(fc1_ctx, dact, splits)
         gradients = fc1_ctx.quantizer(Role.GRAD_OUTPUT) if any(dh_copies.values()) else None
         alone = False
-        if not reads_act and (wgrad or dh_copies["columnwise"]) and fits(step, saved.h, dact):
+        if not reads_act and (wgrad or fc1.needs_weight_grad(fc1_ctx)) and fits(step, saved.h, dact):
             quantizers = (gradients, inputs) if wgrad else (gradients,)
             alone = casts_in_backward(step, dact.dtype, dact.shape[1], dact.device, *quantizers)
         if wgrad:

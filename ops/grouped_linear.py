@@ -346,6 +346,13 @@ class GroupedLinear(OperationWithWeights):
         x_q = ctx.path.quantize(saved.x, saved.splits, quantizer, rowwise=False, columnwise=True)
         return ctx.path.for_wgrad(x_q)
 
+    def copies_of_grad(self, ctx: OperationContext, dy: Any, splits: Splits) -> dict[str, bool]:
+        """Which copies of dy, or of what has its shape, backward multiplies."""
+        wgrad = self.needs_weight_grad(ctx)
+        shape = self.own_out_features, self.own_in_features
+        in_rows = wgrad and ctx.path.wgrad_reads_rows(dy, splits, shape) and self.adds_in_float32(ctx)
+        return {"rowwise": ctx.needs.input or in_rows, "columnwise": wgrad and not in_rows}
+
     def fuser_backward(self, ctx: OperationContext, dy: Any, d_extra_outputs: Mapping[str, Tensor]) -> BackwardOfBasic:
         saved: GroupedLinear.Saved = ctx.saved
         needs, path = ctx.needs, ctx.path
@@ -354,7 +361,7 @@ class GroupedLinear(OperationWithWeights):
         dx = None
         if needs.input or wgrad:
             quantizer = ctx.quantizer(Role.GRAD_OUTPUT)
-            dy_q = path.quantize(dy, saved.splits, quantizer, rowwise=needs.input, columnwise=wgrad)
+            dy_q = path.quantize(dy, saved.splits, quantizer, **self.copies_of_grad(ctx, dy, saved.splits))
             if needs.input:
                 dx = self.dgrad(ctx, dy_q, dy)
             spare = self.release(ctx)

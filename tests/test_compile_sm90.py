@@ -336,8 +336,11 @@ def launch_float8_gluon(
         )
         for dtype, add in ((out_dtype, False), (torch.float32, False), (torch.float32, True)):
             dw = torch.empty(groups, width, width, dtype=dtype)
+            launch_nt = grouped_gemm_float8.grouped_gemm_nt_float8_triton
             for scale, split in ((one, False), (one, True), (vector, False), (vector, True), (row, False)):
-                grouped_gemm_float8.grouped_gemm_nt_float8_triton(dy_T, scale, x_T, scale, offsets, dw, split, add)
+                launch_nt(dy_T, scale, x_T, scale, offsets, dw, split, add)
+            if not why_no_gluon(grouped_gemm.capability(x)):
+                launch_nt(dy_T.view(rows, width), one, x_T, one, offsets, dw, True, add, row_offsets=offsets)
         dy_T, x_T = (torch.empty(width, groups * ADDED_BY_L2, dtype=dtype) for dtype in (a, b))
         row, dw = torch.empty(groups * ADDED_BY_L2 // 128, width), torch.empty(groups, width, width)
         grouped_gemm_float8.grouped_gemm_nt_float8_triton(dy_T, row, x_T, row, offsets, dw, False, True)

@@ -242,6 +242,34 @@ def test_cpu_agrees_with_float64(case, extras, mode):
 # ------------------------------------------------------------------------------------------------------- kernels
 
 
+def rows_of(columns: Tensor, splits: Splits, aligned: Tensor) -> Tensor:
+    """The rowwise codes [T, N] of a columnwise copy; those of no group are NaN."""
+    rows = torch.full((splits.rows, columns.shape[0]), torch.nan, device=columns.device).to(columns.dtype)
+    for g, those in group_rows(splits):
+        rows.view(torch.uint8)[those] = columns.view(torch.uint8)[:, aligned[g] :][:, : those.stop - those.start].T
+    return rows
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("split", [False, True], ids=["fast", "split"])
+@pytest.mark.parametrize("case", ALL_CASES)
+def test_a_weight_gradient_of_rows_has_the_bits_of_columns(case, split, out_dtype, device):
+    o = operands(case, "split" if split else "fast", pair=(E5M2, E4M3), device=device)
+    G, N, K = o.b.shape
+    rows, old = rows_of(o.dy, o.splits, o.aligned), torch.randn(G, N, K, device=device).to(out_dtype)
+    about = {"split_accumulation": split, "out_dtype": out_dtype}
+    for accumulate in (False, True):
+        found, expected = (
+            grouped_gemm_nt_float8(
+                dy, o.dy_scale, o.x, o.x_scale, o.aligned, row_offsets=offsets, out=old.clone(),
+                accumulate=accumulate, reverse=accumulate, **about,
+            )
+            for dy, offsets in ((rows, o.splits.offsets), (o.dy, None))
+        )  # fmt: skip
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.launches("m_grouped_float8_persistent_kernel", "k_grouped_float8_persistent_kernel")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mode", [rest(mode) if mode == "vector" else mode for mode in MODES])
@@ -371,6 +399,19 @@ def wrong(**changed):
 def test_wrong_arguments_of_tn_are_named(o, error, text):
     with pytest.raises(error, match=text):
         grouped_gemm_tn_float8(o.a, o.a_scale, o.b, o.b_scale, o.splits, bias_GC=o.bias, scales_T=o.scales)
+
+
+def test_wrong_rows_are_named():
+    o = operands(CASES["tail"], "split")
+    rows, offsets = rows_of(o.dy, o.splits, o.aligned), o.splits.offsets
+    for row_offsets in (offsets.int(), offsets[1:]):
+        with pytest.raises(ValueError, match="Pass splits.offsets"):
+            grouped_gemm_nt_float8(rows, o.dy_scale, o.x, o.x_scale, o.aligned, row_offsets=row_offsets)
+    with pytest.raises(ValueError, match=r"with row_offsets must be \[T, N\] and \[K, P\]"):
+        grouped_gemm_nt_float8(rows[0], o.dy_scale, o.x, o.x_scale, o.aligned, row_offsets=offsets)
+    vectors = operands(CASES["tail"], "vector")
+    with pytest.raises(ValueError, match="dy_scale is torch.float32"):
+        grouped_gemm_nt_float8(rows, vectors.dy_scale, o.x, vectors.x_scale, o.aligned, row_offsets=offsets)
 
 
 @pytest.mark.parametrize(

@@ -166,3 +166,52 @@ def test_weight_gradients_have_the_bits_of_triton(layout, out_dtype, sizes, N, K
     forget()
     assert gluon.called == (K * out_dtype.itemsize % 16 == 0)
     assert torch.equal(dw.view(torch.uint8), expected.view(torch.uint8)) and torch.equal(dw, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@settings(max_examples=20, deadline=None)
+@given(
+    sizes=st.one_of(
+        st.lists(st.sampled_from([0, 0, 1, 63, 64, 65, 128, 191, 256, 500, 2000]), min_size=1, max_size=140),
+        st.lists(st.sampled_from([0, 1, 64, 200]), min_size=257, max_size=276),
+    ),
+    tail=st.sampled_from([0, 1, 200]),
+    N=st.sampled_from([16, 64, 128, 144, 192, 256, 392, 400, 1024]),
+    K=st.sampled_from([16, 128, 136, 256, 400, 1024]),
+    add=st.booleans(),
+    reverse=st.booleans(),
+    forms=st.sampled_from([(E4M3, E4M3), (E5M2, E4M3)]),
+    alignment=st.sampled_from([16, 32]),
+    seed=st.integers(0, 2**31),
+)
+def test_weight_gradients_of_rows_have_the_bits_of_columns(
+    out_dtype, sizes, tail, N, K, add, reverse, forms, alignment, seed
+):
+    """Columns of x that pad a group are zeros, as they are promised to be; rows of no group are NaN."""
+    torch.manual_seed(seed)
+    G, T = len(sizes), sum(sizes) + tail
+    splits = Splits.make(sizes, rows=T, device="cuda")
+    offsets, place = splits.aligned(alignment), splits.row_in_padded(alignment)[: sum(sizes)]
+    dy, x = (
+        torch.randn(T, features, device="cuda").mul_(30).clamp(-400, 400).to(form.dtype)
+        for features, form in ((N, forms[0]), (K, forms[1]))
+    )
+    dy[sum(sizes) :] = torch.tensor(float("nan"), device="cuda").to(dy.dtype)
+    dy_T, x_T = (
+        torch.zeros(max(splits.aligned_capacity(alignment), 16), rows.shape[1], dtype=torch.uint8, device="cuda")
+        .index_copy_(0, place, rows[: sum(sizes)].view(torch.uint8)).T.contiguous().view(rows.dtype)
+        for rows in (dy, x)
+    )  # fmt: skip
+    dy_scale, x_scale = torch.rand(G, device="cuda") + 0.5, torch.rand((), device="cuda") + 0.5
+    old, add = torch.randn(G, N, K, device="cuda").to(out_dtype), add and out_dtype == torch.float32
+
+    def product(codes, row_offsets):
+        return grouped_gemm_nt_float8(
+            codes, dy_scale, x_T, x_scale.expand(G), offsets, row_offsets=row_offsets, out=old.clone(),
+            split_accumulation=True, accumulate=add, reverse=reverse and add,
+        )  # fmt: skip
+
+    expected = product(dy_T, None)
+    for _ in range(3):  # the third time it is repeated
+        assert torch.equal(product(dy, splits.offsets).view(torch.uint8), expected.view(torch.uint8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from ops import GroupedLinear
 from ops.products.paths import GroupedPath, SplitPath, choose_path
 from recipes import (
     E4M3,
+    DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8RowwiseScaling,
@@ -52,6 +54,7 @@ RECIPES = [
     Float8BlockScaling(),
     Float8RowwiseScaling(),
 ]
+BF16 = torch.empty(0, dtype=torch.bfloat16)
 SIZES = [[6, 6, 6, 6], [12, 0, 18, 6], [3, 17, 1, 9], [0, 0, 25, 0], [9, 4, 7, 0], [0, 0, 0, 0]]
 
 
@@ -273,6 +276,73 @@ def test_the_recipes_path_is_the_one_that_runs(recipe, monkeypatch):
         with autocast(recipe=recipe):
             container(torch.randn(9, 8), split_sizes=[4, 5])
     assert taken == ["split", "split", "grouped"]
+
+
+# --------------------------------------------------------------------------------------------------- dy in rows
+
+
+def reads_rows(recipe: Recipe, *, rows: int = 4096, shape=(1536, 2048), groups: int = 8, dy=BF16, path=GroupedPath):
+    splits = Splits.make([rows // groups] * groups, rows=rows, device="cpu")
+    return path(recipe, capability=(9, 0)).wgrad_reads_rows(dy, splits, shape)
+
+
+def test_no_columnwise_copy_of_dy_is_made_where_wgrad_reads_its_rows(monkeypatch):
+    monkeypatch.setattr("ops.kernels.grouped_gemm.tile_rules_float8.why_no_gluon", lambda capability: None)
+    for recipe in (Float8CurrentScaling(), DelayedScaling()):
+        assert reads_rows(recipe) and reads_rows(recipe, rows=100) and reads_rows(recipe, shape=(2048, 768))
+        assert not reads_rows(recipe, path=SplitPath)
+        assert not reads_rows(recipe, shape=(1544, 2048)), "rows are not a multiple of 16 bytes apart"
+        assert not reads_rows(recipe, shape=(4096, 7168)), "x has many features"
+        assert not reads_rows(recipe, rows=16384, shape=(7168, 2048)), "groups have many rows"
+        assert not reads_rows(recipe, dy=BF16.double())
+    assert not reads_rows(Float8CurrentScaling(split_accumulator_wgrad=False))
+    for recipe in (HighPrecision(), Float8BlockScaling(), Float8RowwiseScaling(), MXFP8BlockScaling()):
+        assert not reads_rows(recipe)
+    monkeypatch.setattr("ops.kernels.grouped_gemm.tile_rules_float8.why_no_gluon", lambda capability: "No.")
+    assert not reads_rows(Float8CurrentScaling())
+
+
+def steps(
+    recipe: Recipe, fusions: Sequence[Any] | None, delay: bool, main_grad: torch.dtype | None, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Every gradient of four steps with other sizes, the last of which may be repeated. Rows of no group are NaN."""
+    torch.manual_seed(3)
+    about: dict[str, Any] = {"device": "cuda", "dtype": dtype, "delay_wgrad_compute": delay}
+    about["accumulate_into_main_grad"] = main_grad is not None
+    layers = ops.GroupedLinear(5, 192, 288, **about), ops.ScaledSwiGLU(), ops.GroupedLinear(5, 144, 192, **about)
+    model = Sequential(*layers, fusions=fusions)
+    weights: list[Any] = [layers[0].weight, layers[2].weight] if main_grad else []
+    for weight in weights:
+        weight.main_grad = torch.zeros_like(weight, dtype=main_grad)
+    found = {}
+    for step, sizes in enumerate(([100, 0, 300, 1, 65], [0, 0, 400, 33, 0], [128, 64, 16, 32, 200], [5, 6, 7, 8, 9])):
+        x, dy = (torch.randn(512, 192, device="cuda").to(dtype) for _ in range(2))
+        x[sum(sizes) :], dy[sum(sizes) :] = torch.nan, torch.nan
+        x, scales = x.requires_grad_(), torch.rand(512, device="cuda", requires_grad=True)
+        with autocast(recipe=recipe):
+            y = model(x, split_sizes=torch.tensor(sizes, device="cuda"), scales=scales)
+        y.backward(dy)
+        if delay:
+            model.backward_dw()
+        gradients = reference.gradients({"x": x, "scales": scales, **dict(model.named_parameters())})
+        gradients |= {f"main_grad{i}": weight.main_grad for i, weight in enumerate(weights)}
+        found |= {f"{name} of step {step}": None if t is None else t.clone() for name, t in gradients.items()}
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("main_grad", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("delay", [False, True], ids=["at once", "delayed"])
+@pytest.mark.parametrize("fusions", [None, ()], ids=["fused", "unfused"])
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), DelayedScaling()], ids=lambda recipe: type(recipe).__name__)
+def test_gradients_have_the_same_bits_with_dy_in_rows(recipe, fusions, delay, main_grad, dtype, monkeypatch):
+    asked = []
+    monkeypatch.setattr("ops.products.paths.nt_reads_rows", lambda *shape: asked.append(shape) or True)
+    found = steps(recipe, fusions, delay, main_grad, dtype)
+    assert asked, "it was not the rule's to say"
+    monkeypatch.setattr("ops.products.paths.nt_reads_rows", lambda *shape: False)
+    assert_same_bits(found, steps(recipe, fusions, delay, main_grad, dtype))
 
 
 def test_unknown_paths_are_refused():

@@ -159,6 +159,13 @@ class OperationWithWeights(BasicOperation):
             record.placeholders += placeholders.values()
         return placeholders
 
+    def adds_in_float32(self, ctx: OperationContext) -> bool:
+        """Whether what gradients of weights are added to is float32, or is not known: autograd gets them."""
+        if not self.accumulate_into_main_grad:
+            return True
+        buffers = [getattr(weight, "main_grad", None) for weight in self._wanted_weights(ctx).values()]
+        return all(buffer is not None and buffer.dtype == torch.float32 for buffer in buffers)
+
     def destinations(self, ctx: OperationContext) -> Destinations:
         """Where the weights' gradients are added to main_grad in this backward.
 

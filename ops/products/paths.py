@@ -36,6 +36,7 @@ from ops.kernels.grouped_gemm.float8_activation import grouped_gemm_activation_c
 from ops.kernels.grouped_gemm.grouped_activation import grouped_activation, grouped_gemm_activation
 from ops.kernels.grouped_gemm.grouped_gemm import Operands, k_grouped, m_grouped, without_row_factors
 from ops.kernels.grouped_gemm.operands import accumulator_like
+from ops.kernels.grouped_gemm.tile_rules_float8 import nt_reads_rows
 from ops.kernels.routing.permute import gather
 from ops.products.product import (
     Matrix,
@@ -53,8 +54,8 @@ from ops.runner.context import at_tensor
 from ops.runner.in_place import writable
 from recipes.casts.cast import casts_to_values
 from recipes.casts.cast_float8 import finds_amaxes
-from recipes.native_products import LAYOUTS, Capability, GemmLayout, Product, compute_capability
-from recipes.recipe import HighPrecision, Recipe
+from recipes.native_products import LAYOUTS, Capability, GemmLayout, Product, compute_capability, why_not_native
+from recipes.recipe import HighPrecision, Recipe, Role
 from recipes.request import PlanRequest
 from recipes.tensors.gathered_rows import GatheredRows
 from recipes.tensors.grouped_tensor import GroupedTensor
@@ -280,6 +281,22 @@ class GroupedPath:
         product = multiply(out_dtype=torch.promote_types(dy.dtype, torch.float32))
         return self._finish(writable(product), factors, dy, out)
 
+    def wgrad_reads_rows(self, dy: Any, splits: Splits, shape: tuple[int, int]) -> bool:
+        """Whether wgrad multiplies the rowwise copy of dy, and no columnwise one is made. shape: of a weight, [N, K]"""
+        if self.capability is None or not self.recipe.split_accumulator("wgrad"):
+            return False
+        for role in (Role.GRAD_OUTPUT, Role.INPUT):
+            quantizer = self.recipe.quantizer(role)
+            if not (isinstance(quantizer, SpecQuantizer) and quantizer.casts_by_spec()):
+                return False
+            if quantizer.spec.float8_scaling != "tensor":
+                return False
+        if why_not_native("NT", "tensor", "tensor", dy.dtype, self.capability) is not None:
+            return False
+        if isinstance(dy, GroupedTensor) and dy.rowwise is None:
+            return False
+        return nt_reads_rows(splits.rows, splits.num_groups, *shape, self.capability)
+
     def wgrad(
         self,
         dy: GroupedTensor,
@@ -290,7 +307,8 @@ class GroupedPath:
         reverse: bool = False,
         spare: int = 0,
     ) -> Tensor:
-        """dw_g = dy_g^T x_g, [G, N, K] in dy's dtype, in new memory; or `out` = dw, or `out` += dw.
+        """dw_g = dy_g^T x_g, [G, N, K] in dy's dtype, in new memory; or `out` = dw, or `out` += dw. dy: a columnwise
+        copy, or in rows, where `wgrad_reads_rows`.
 
         An empty group's dw is zero. What goes into `out` is summed in float32 and rounded once to out's dtype; reverse:
         the last group comes first there. spare: as `grouped_gemm_nt`
@@ -400,6 +418,10 @@ class SplitPath:
                 begin += size
         out[begin:] = 0
         return out
+
+    def wgrad_reads_rows(self, *_: Any) -> bool:
+        """As `GroupedPath.wgrad_reads_rows`: columnwise copies are multiplied."""
+        return False
 
     def wgrad(
         self,

@@ -189,11 +189,17 @@ def float8_operands(
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return None
     columnwise_a, columnwise_b = COLUMNWISE[layout]
-    codes_a = a.columnwise if columnwise_a else a.rowwise
+    in_rows = layout == "NT" and a.columnwise is None  # of groups, as `GroupedPath.wgrad_reads_rows` says
+    codes_a = a.columnwise if columnwise_a and not in_rows else a.rowwise
     codes_b = b.columnwise if columnwise_b else b.rowwise
     left = None if codes_a is None else codes_a.float8_operand()
     right = None if codes_b is None else codes_b.float8_operand()
-    if left is None or right is None or left.block != (right.block if layout == "NT" else 1):
+    if left is None or right is None:
+        return None
+    if in_rows:
+        if not isinstance(a, GroupedTensor) or left.scaling != "tensor":
+            return None
+    elif left.block != (right.block if layout == "NT" else 1):
         return None
     refusal = why_not_native(
         layout, left.scaling, right.scaling, a.dtype, capability, left.codes.dtype, right.codes.dtype

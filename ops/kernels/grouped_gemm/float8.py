@@ -6,7 +6,9 @@
 g is the group of row t. Both operands lie along the summed axis, as Hopper's float8 instructions need them: for fprop
 b is the weight's rowwise copy [G, N, K], for dgrad its transposed copy [G, K, N]; for wgrad both are the transposed
 columnwise copies, in which each group starts at a multiple of 16 (block scales: 128) columns and is padded with zeros.
-Multiples of 32 are worth having: those of 16 cost wgrad a quarter of its rate, because boxes start inside a sector.
+Multiples of 32 are worth having: those of 16 cost wgrad a quarter of its rate, because boxes start inside a sector. Of
+scales per tensor wgrad also takes the rowwise copy of dy, whose codes are the same, and transposes it itself
+(`tile_rules_float8.nt_reads_rows` says where that is faster than another copy).
 
 Scales (float32, value = code * scale) lie as `float8_scales` says.
 
@@ -63,7 +65,12 @@ from ops.kernels.grouped_gemm.operands import (
 from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS, band, multiprocessors, padded_groups
 from ops.kernels.grouped_gemm.pointers_triton import k_grouped_kernel, m_grouped_kernel
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
-from ops.kernels.grouped_gemm.tile_rules_float8 import k_grouped_float8_config, m_grouped_float8_config, promotes
+from ops.kernels.grouped_gemm.tile_rules_float8 import (
+    GroupedFloat8Config,
+    k_grouped_float8_config,
+    m_grouped_float8_config,
+    promotes,
+)
 from recipes.tensors.formats import ScaleLayout
 from recipes.tensors.splits import Splits
 from recipes.triton.gates import why_no_gluon
@@ -219,6 +226,7 @@ def grouped_gemm_nt_float8(
     x_scale: Tensor,
     offsets_aligned: Tensor,
     *,
+    row_offsets: Tensor | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     split_accumulation: bool = False,
@@ -230,17 +238,23 @@ def grouped_gemm_nt_float8(
 
     dy_codes: [N, P], x_codes: [K, P] in E4M3 or E5M2, each its own: the transposed columnwise copies. Group g has the
     columns offsets_aligned[g] to offsets_aligned[g + 1], [G + 1] int64, multiples of 16 (per tensor, vectors) or 128
-    (1x128 scales); what pads it is zeros. Scales: see the top of the file. out: [G, N, K]. out_dtype and
+    (1x128 scales); what pads it is zeros. row_offsets: [G + 1] int64, if dy_codes is the rowwise copy [T, N] that these
+    divide, per tensor; without the kernel in Gluon, and in fast accumulation, it is transposed before the product.
+    Scales: see the top of the file. out: [G, N, K]. out_dtype and
     split_accumulation: as `grouped_gemm_tn_float8`. A group without columns gets zeros; accumulate, which needs `out`:
     out += dw, summed in float32 and rounded once, and the part of such a group is untouched. reverse, spare:
     as `grouped_gemm_nt`.
     """
     if dy_codes_NP.device.type == "cuda":
         return _nt(
-            dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned, out, out_dtype, split_accumulation, accumulate,
-            reverse, spare,
+            dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned, row_offsets, out, out_dtype,
+            split_accumulation, accumulate, reverse, spare,
         )  # fmt: skip
-    out = _checked_nt(dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned, out, out_dtype, accumulate, reverse)
+    out = _checked_nt(
+        dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned, row_offsets, out, out_dtype, accumulate, reverse
+    )
+    if row_offsets is not None:
+        dy_codes_NP = _transposed(dy_codes_NP, row_offsets, offsets_aligned, x_codes_KP.shape[1])
     dw = grouped_gemm_nt_float8_ref(
         dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned, out_dtype=torch.float32
     )  # fmt: skip
@@ -258,6 +272,7 @@ def _checked_nt(
     x_codes_KP: Tensor,
     x_scale: Tensor,
     offsets_aligned: Tensor,
+    row_offsets: Tensor | None,
     out: Tensor | None,
     out_dtype: torch.dtype,
     accumulate: bool,
@@ -265,8 +280,9 @@ def _checked_nt(
 ) -> Tensor:
     """`out`, or a new one, once the operands fit together."""
     check_accumulate(out, accumulate, reverse)
-    check_nt(dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned)
-    shape = (offsets_aligned.shape[0] - 1, dy_codes_NP.shape[0], x_codes_KP.shape[0])
+    check_nt(dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned, row_offsets)
+    N = dy_codes_NP.shape[0 if row_offsets is None else 1]
+    shape = (offsets_aligned.shape[0] - 1, N, x_codes_KP.shape[0])
     return output(out, shape, None if out is not None else out_dtype, dy_codes_NP)
 
 
@@ -277,6 +293,7 @@ def _nt(
     x_codes_KP: Tensor,
     x_scale: Tensor,
     offsets_aligned: Tensor,
+    row_offsets: Tensor | None,
     out: Tensor | None,
     out_dtype: torch.dtype,
     split_accumulation: bool,
@@ -285,13 +302,15 @@ def _nt(
     spare: int,
 ) -> Tensor:
     """Checks, allocates and launches NT."""
-    out = _checked_nt(dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned, out, out_dtype, accumulate, reverse)
+    out = _checked_nt(
+        dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned, row_offsets, out, out_dtype, accumulate, reverse
+    )
     num_groups = out.shape[0]
     target = out
     if num_groups and not out[0].is_contiguous():
         target = out.contiguous() if accumulate else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     grouped_gemm_nt_float8_triton(
-        with_aligned_rows(dy_codes_NP),
+        with_aligned_rows(dy_codes_NP) if row_offsets is None else dy_codes_NP,
         _ready(dy_scale, num_groups),
         with_aligned_rows(x_codes_KP),
         _ready(x_scale, num_groups),
@@ -301,8 +320,20 @@ def _nt(
         accumulate,
         reverse,
         spare,
+        row_offsets,
     )
     return out if target is out else out.copy_(target)
+
+
+def _transposed(codes_TN: Tensor, offsets: Tensor, aligned: Tensor, columns: int) -> Tensor:
+    """The transposed columnwise copy [N, P] of rows, in which each group begins where `aligned` says, after zeros."""
+    if not codes_TN.numel():
+        return codes_TN.new_zeros(codes_TN.shape[1], columns)
+    column = torch.arange(columns, device=codes_TN.device)
+    group = torch.searchsorted(aligned[1:], column, right=True).clamp_(max=len(offsets) - 2)
+    row = column + (offsets[:-1] - aligned[:-1])[group]
+    rows = codes_TN.view(torch.uint8)[row.clamp(max=len(codes_TN) - 1)]
+    return rows.masked_fill_((row >= offsets[1:][group])[:, None], 0).T.contiguous().view(codes_TN.dtype)
 
 
 _m_grouped, _m_grouped_persistent = Launch(m_grouped_kernel), Launch(m_grouped_float8_persistent_kernel)
@@ -416,32 +447,26 @@ def grouped_gemm_nt_float8_triton(
     accumulate: bool = False,
     reverse: bool = False,
     spare: int = 0,
+    row_offsets: Tensor | None = None,
 ) -> None:
     """Launches NT. Rows of dy and x, the matrices of out and block scales are contiguous; offsets [G + 1], aligned.
 
-    Scales per tensor: [G], which may be an expanded ().
+    Scales per tensor: [G], which may be an expanded (). row_offsets: [G + 1], of dy in rows.
     """
-    if dy.shape[1] == 0 or out.numel() == 0:
+    if x.shape[1] == 0 or out.numel() == 0:
         if not accumulate:
             out.zero_()
         return
     G, N, K = out.shape
     layout: ScaleLayout = ("tensor", "row", "vector")[max(dy_scale.dim() - 1, 0)]
     promote = promotes(layout, split_accumulation)
-    config = k_grouped_float8_config(
-        dy.shape[1],
-        G,
-        layout=layout,
-        promote=promote,
-        out_dtype=out.dtype,
-        accumulate=accumulate,
-        descriptors=takes_descriptors(dy, x, out) and G <= MOST_GROUPS,
-        capability=capability(out),
-        gluon=why_no_gluon(capability(out)) is None,
-    )
+    config = _nt_config(dy, x, out, layout, promote, accumulate)
+    if row_offsets is not None and not (config.gluon and promote and N % 16 == 0):
+        dy, row_offsets = _transposed(dy, row_offsets, offsets, x.shape[1]), None
+        config = _nt_config(dy, x, out, layout, promote, accumulate)
     if config.gluon:
         k_grouped_float8_gluon(
-            dy, dy_scale, x, x_scale, offsets, out, config, layout, promote, accumulate, reverse, spare
+            dy, dy_scale, x, x_scale, offsets, out, config, layout, promote, accumulate, reverse, spare, row_offsets
         )
         return
     num_tiles = G * cdiv(N, config.block_m) * cdiv(K, config.block_n)
@@ -501,6 +526,22 @@ def grouped_gemm_nt_float8_triton(
             enable_fp_fusion=fusion,
             **config.compiled(),
         )
+
+
+def _nt_config(
+    dy: Tensor, x: Tensor, out: Tensor, layout: ScaleLayout, promote: bool, accumulate: bool
+) -> GroupedFloat8Config:
+    return k_grouped_float8_config(
+        x.shape[1],
+        out.shape[0],
+        layout=layout,
+        promote=promote,
+        out_dtype=out.dtype,
+        accumulate=accumulate,
+        descriptors=takes_descriptors(dy, x, out) and out.shape[0] <= MOST_GROUPS,
+        capability=capability(out),
+        gluon=why_no_gluon(capability(out)) is None,
+    )
 
 
 def with_aligned_rows(codes: Tensor) -> Tensor:

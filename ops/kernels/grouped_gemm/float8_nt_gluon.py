@@ -11,6 +11,9 @@ columns, for which there are no registers. Which tile is next: `tile_queue_gluon
     scales of blocks     192 x 128, three: while one scales and adds its product, the others multiply. Where sums are
                          fetched: 128 x 128, two
 
+dy may lie in rows, for scales per tensor in split accumulation: each consumer transposes its part of a box of 128 rows
+on its way to registers (`float8_nt_sums_gluon.transposed`), in an order of dw's rows that its boxes undo.
+
 Scales of blocks have a role of their own: one warp copies (cp.async) those of the rows and of the columns of a step to
 its stage.
 
@@ -33,6 +36,7 @@ from ops.kernels.grouped_gemm.high_precision_nt_gluon import (
     free_last_box,
     free_stage,
     load_old_sums,
+    place_of,
     store_sums,
     wait_for_loads,
     wait_for_room,
@@ -42,7 +46,12 @@ from ops.kernels.grouped_gemm.high_precision_nt_gluon import (
 from ops.kernels.grouped_gemm.m_grouped_gluon import HEIGHT
 from ops.kernels.grouped_gemm.measured_tiles import BOX_BYTES
 from ops.kernels.grouped_gemm.persistent_schedule import band, multiprocessors, tile_in_bands
-from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, ragged_indices
+from ops.kernels.grouped_gemm.ragged_tma import (
+    descriptor,
+    descriptor_by_parity,
+    ragged_descriptor,
+    ragged_indices,
+)
 from ops.kernels.grouped_gemm.stores_gluon import allocate_staging, boxes_of_none, store_tile
 from ops.kernels.grouped_gemm.tile_queue_gluon import (
     ask_next,
@@ -67,15 +76,14 @@ UNIT = gl.constexpr(16)  # codes of which both ends of a group are multiples
 
 
 @gluon.jit
-def load(dy, x, given, ranks, offsets_ptr, counter_ptr, BAND: gl.constexpr):
+def load(dy, x, given, ranks, offsets_ptr, row_offsets_ptr, counter_ptr, BAND: gl.constexpr):
     stages, full, empty, queue, sizes = given
     dy_stages, x_stages, _dy_scale_stages, _x_scale_stages = stages
     num_groups, N, K = sizes
     PARTS: gl.constexpr = dy_stages.shape[0] // x_stages.shape[0]
-    HEIGHT: gl.constexpr = dy_stages.shape[1]
-    BLOCK_M: gl.constexpr = PARTS * HEIGHT
     BLOCK_N: gl.constexpr = x_stages.shape[1]
     BLOCK_K: gl.constexpr = x_stages.shape[2]
+    BLOCK_M: gl.constexpr = PARTS * dy.block_type.numel // BLOCK_K
     num_tiles_n = gl.cdiv(N, BLOCK_M)
     num_tiles_k = gl.cdiv(K, BLOCK_N)
     num_tiles = num_tiles_n * num_tiles_k
@@ -86,6 +94,9 @@ def load(dy, x, given, ranks, offsets_ptr, counter_ptr, BAND: gl.constexpr):
         asked = ask_next(counter_ptr)
         tile_n, tile_k = tile_in_bands(tile % num_tiles, num_tiles_n, num_tiles_k, BAND)
         group, first, size = find_group(offsets_ptr, ranks, tile // num_tiles)
+        if row_offsets_ptr is not None:
+            first_row = gl.load(row_offsets_ptr + group)
+            num_rows = (gl.load(row_offsets_ptr + group + 1) - first_row).to(gl.int32)
         hand(queue, turn, (group, size, tile_n, tile_k))
         first_n = tile_n * BLOCK_M
         first_k = tile_k * BLOCK_N
@@ -98,7 +109,11 @@ def load(dy, x, given, ranks, offsets_ptr, counter_ptr, BAND: gl.constexpr):
             tma_load(x, [z, y, first_k, column], barrier, x_stage)
             for i in gl.static_range(PARTS):
                 dy_stage = dy_stages.index(stage * PARTS + i).reshape(dy.block_shape)
-                tma_load(dy, [z, y, first_n + i * HEIGHT, column], barrier, dy_stage)
+                if row_offsets_ptr is None:
+                    tma_load(dy, [z, y, first_n + i * (BLOCK_M // PARTS), column], barrier, dy_stage)
+                else:
+                    z_of_rows, y_of_rows, row = ragged_indices(first_row, num_rows, s * BLOCK_K, 1)
+                    tma_load(dy, [z_of_rows, y_of_rows, row, first_n], barrier, dy_stage)
             step += 1
         turn += 1
         tile = next_tile(asked)
@@ -146,11 +161,11 @@ def multiply(
     dy_stages, x_stages, _dy_scale_stages, _x_scale_stages = stages
     num_groups, N, _K = sizes
     STAGES: gl.constexpr = full.shape[0]
-    HEIGHT: gl.constexpr = dy_stages.shape[1]
-    BLOCK_M: gl.constexpr = dy_stages.shape[0] // STAGES * HEIGHT
     BLOCK_N: gl.constexpr = x_stages.shape[1]
     BLOCK_K: gl.constexpr = x_stages.shape[2]
-    PARTS: gl.constexpr = BLOCK_N // dw.block_shape[2]
+    BLOCK_M: gl.constexpr = dy_stages.numel // (STAGES * BLOCK_K)
+    HEIGHT: gl.constexpr = dw.block_type.numel // dw.block_shape[-1]
+    PARTS: gl.constexpr = BLOCK_N // dw.block_shape[-1]
     if LATE:
         boxes = boxes_of_none(dw, HEIGHT, BLOCK_N)
         place, row, column = num_groups, 0, 0  # behind the last group nothing is stored
@@ -166,7 +181,7 @@ def multiply(
         if CONSUMER == 0 or first_n < N:
             last = None
             if LATE:
-                last = boxes, (place, row), column, dw, staging
+                last = boxes, place_of(dw, place, row), column, dw, staging
             sums = sum_and_scale(
                 given, last, scales, group, size, first_n, first_k, step, num_steps, CONSUMER, LAYOUT, PROMOTE
             )
@@ -176,12 +191,13 @@ def multiply(
                 place, row, column = matrix, first_n, first_k
             elif not ACCUMULATE or num_steps > 0:
                 left, right = sums
+                there = place_of(dw, matrix, first_n)
                 if old is None:
-                    store_sums(left, dw, staging, matrix, first_n, first_k, ACCUMULATE, 0)
-                    store_sums(right, dw, staging, matrix, first_n, middle, ACCUMULATE, 1)
+                    store_sums(left, dw, staging, there, first_k, ACCUMULATE, 0)
+                    store_sums(right, dw, staging, there, middle, ACCUMULATE, 1)
                 else:
-                    add_boxes(left, dw, old, uses, matrix, first_n, first_k, 0)
-                    add_boxes(right, dw, old, uses, matrix, first_n, middle, 1)
+                    add_boxes(left, dw, old, uses, there, first_k, 0)
+                    add_boxes(right, dw, old, uses, there, middle, 1)
                     free_last_box(old, PARTS)
                     uses += PARTS // staging.shape[0]
         else:
@@ -192,7 +208,7 @@ def multiply(
         turn += 1
         group, size, tile_n, tile_k = take(queue, turn)
     if LATE:
-        store_tile((boxes, (place, row), column, dw, staging))
+        store_tile((boxes, place_of(dw, place, row), column, dw, staging))
     tma.store_wait(0)
 
 
@@ -201,12 +217,13 @@ def multiply(
 
 @gluon.jit(do_not_specialize=["num_groups"])
 def k_grouped_float8_gluon_kernel(
-    dy,  # [N, P] codes: descriptor of boxes HEIGHT x BLOCK_K, ragged along P
+    dy,  # [N, P] codes: descriptor of boxes HEIGHT x BLOCK_K, ragged along P; or [T, N]: BLOCK_K x BLOCK_M, along T
     x,  # [K, P] codes: descriptor of boxes BLOCK_N x BLOCK_K, ragged along P
-    dw,  # [G, N, K]: descriptor of boxes HEIGHT rows high
+    dw,  # [G, N, K]: descriptor of boxes HEIGHT rows high; of dy in rows by `descriptor_by_parity`
     dy_scale_ptr,  # [G], dy_scale_stride apart; or [P/128, N] of blocks, [G, 1, N] of vectors
     x_scale_ptr,  # [G], x_scale_stride apart; or [P/128, K], [G, 1, K]
     offsets_ptr,  # [G + 1] int64, multiples of 16; of 128 for block scales
+    row_offsets_ptr,  # [G + 1] int64, of dy in rows, else None
     counter_ptr,  # [1] int32, 0
     num_groups,
     N,
@@ -231,15 +248,17 @@ def k_grouped_float8_gluon_kernel(
 
     A group without columns gets zeros; with ACCUMULATE it is left as it was.
     """
-    HEIGHT: gl.constexpr = dy.block_shape[2]
+    HEIGHT: gl.constexpr = dw.block_type.numel // dw.block_shape[-1]
     CONSUMERS: gl.constexpr = BLOCK_M // HEIGHT
+    BOXES_OF_DY: gl.constexpr = BLOCK_M * BLOCK_K // dy.block_type.numel
+    gl.static_assert(row_offsets_ptr is None or (LAYOUT == "tensor" and PROMOTE), "rows are taken so alone")
     gl.static_assert(CONSUMERS == (3 if LAYOUT == "row" and not FETCH else 2), "there are no such roles")
     ROW_SCALES: gl.constexpr = (256 if BLOCK_M == 192 else BLOCK_M) if LAYOUT == "row" else 1
     COLUMN_SCALES: gl.constexpr = BLOCK_N if LAYOUT == "row" else 1
     dy_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(dy.block_shape[2:], dy.dtype)
     x_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(x.block_shape[2:], x.dtype)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    dy_stages = gl.allocate_shared_memory(dy.dtype, [CONSUMERS * STAGES, HEIGHT, BLOCK_K], dy_layout)
+    dy_stages = gl.allocate_shared_memory(dy.dtype, [BOXES_OF_DY * STAGES] + dy.block_shape[2:], dy_layout)  # noqa: RUF005
     x_stages = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_N, BLOCK_K], x_layout)
     dy_scale_stages = gl.allocate_shared_memory(gl.float32, [STAGES, ROW_SCALES], plain)
     x_scale_stages = gl.allocate_shared_memory(gl.float32, [STAGES, COLUMN_SCALES], plain)
@@ -267,7 +286,7 @@ def k_grouped_float8_gluon_kernel(
                 [
                     (multiply, (dw, given, scales, stagings[0], old_0, 0, ACCUMULATE, REVERSE, LAYOUT, PROMOTE, LATE)),
                     (multiply, (dw, given, scales, stagings[1], old_1, 1, ACCUMULATE, REVERSE, LAYOUT, PROMOTE, LATE)),
-                    (load, (dy, x, given, ranks, offsets_ptr, counter_ptr, BAND)),
+                    (load, (dy, x, given, ranks, offsets_ptr, row_offsets_ptr, counter_ptr, BAND)),
                     (load_scales, (given, scales, offsets_ptr)),
                     (load_old_sums, (dw, old_0, queue, sizes, 0, 2, REVERSE, BLOCK_M, BLOCK_N)),
                     (load_old_sums, (dw, old_1, queue, sizes, 1, 2, REVERSE, BLOCK_M, BLOCK_N)),
@@ -280,7 +299,7 @@ def k_grouped_float8_gluon_kernel(
                 [
                     (multiply, (dw, given, scales, stagings[0], old_0, 0, ACCUMULATE, REVERSE, LAYOUT, PROMOTE, LATE)),
                     (multiply, (dw, given, scales, stagings[1], old_1, 1, ACCUMULATE, REVERSE, LAYOUT, PROMOTE, LATE)),
-                    (load, (dy, x, given, ranks, offsets_ptr, counter_ptr, BAND)),
+                    (load, (dy, x, given, ranks, offsets_ptr, row_offsets_ptr, counter_ptr, BAND)),
                     (load_old_sums, (dw, old_0, queue, sizes, 0, 2, REVERSE, BLOCK_M, BLOCK_N)),
                     (load_old_sums, (dw, old_1, queue, sizes, 1, 2, REVERSE, BLOCK_M, BLOCK_N)),
                 ],
@@ -294,7 +313,7 @@ def k_grouped_float8_gluon_kernel(
                 (multiply, (dw, given, scales, stagings[0], None, 0, ACCUMULATE, REVERSE, LAYOUT, PROMOTE, LATE)),
                 (multiply, (dw, given, scales, stagings[1], None, 1, ACCUMULATE, REVERSE, LAYOUT, PROMOTE, LATE)),
                 (multiply, (dw, given, scales, stagings[2], None, 2, ACCUMULATE, REVERSE, LAYOUT, PROMOTE, LATE)),
-                (load, (dy, x, given, ranks, offsets_ptr, counter_ptr, BAND)),
+                (load, (dy, x, given, ranks, offsets_ptr, row_offsets_ptr, counter_ptr, BAND)),
                 (load_scales, (given, scales, offsets_ptr)),
             ],
             [4, 4, 1, 1],
@@ -306,7 +325,7 @@ def k_grouped_float8_gluon_kernel(
             [
                 (multiply, (dw, given, scales, stagings[0], None, 0, ACCUMULATE, REVERSE, LAYOUT, PROMOTE, LATE)),
                 (multiply, (dw, given, scales, stagings[1], None, 1, ACCUMULATE, REVERSE, LAYOUT, PROMOTE, LATE)),
-                (load, (dy, x, given, ranks, offsets_ptr, counter_ptr, BAND)),
+                (load, (dy, x, given, ranks, offsets_ptr, row_offsets_ptr, counter_ptr, BAND)),
             ],
             [4, 1],
             [232, 40],
@@ -331,23 +350,32 @@ def k_grouped_float8_gluon(
     accumulate: bool,
     reverse: bool,
     spare: int,
+    row_offsets: Tensor | None = None,
 ) -> None:
     """Launches NT, of tensors that `takes_descriptors` takes. Scales per tensor, vectors, or of 1x128 blocks.
 
-    accumulate, for float32 alone: out += it. config: a tile of two consumers or, with scales of blocks and nothing
-    that is fetched, of three.
+    row_offsets: dy is [T, N], divided so, per tensor and promoted. accumulate, for float32 alone: out += it. config: a
+    tile of two consumers or, with scales of blocks and nothing that is fetched, of three.
     """
     G, N, K = out.shape
+    box = HEIGHT, BOX_BYTES // out.itemsize
+    if row_offsets is None:
+        of_dy = ragged_descriptor(dy, (HEIGHT, config.block_k), axis=1, unit=16)
+        of_out = descriptor(out, (1, *box))
+    else:
+        of_dy = ragged_descriptor(dy, (config.block_k, config.block_m), axis=0)
+        of_out = descriptor_by_parity(out, *box)
     num_tiles = G * cdiv(N, config.block_m) * cdiv(K, config.block_n)
     _k_grouped(
         out,
         min(num_tiles, multiprocessors(out, spare)),
-        with_layout(ragged_descriptor(dy, (HEIGHT, config.block_k), axis=1, unit=16)),
+        with_layout(of_dy),
         with_layout(ragged_descriptor(x, (config.block_n, config.block_k), axis=1, unit=16)),
-        with_layout(descriptor(out, (1, HEIGHT, BOX_BYTES // out.itemsize))),
+        with_layout(of_out),
         dy_scale,
         x_scale,
         offsets,
+        row_offsets,
         torch.zeros(1, dtype=torch.int32, device=out.device),
         G,
         N,

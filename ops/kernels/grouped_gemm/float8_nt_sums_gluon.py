@@ -5,6 +5,8 @@
     sum_blocks    each step is multiplied by its scales of blocks and added
     sum_and_scale one of these by the layout of scales, times the scales that hold for all steps
 
+Codes of dy that lie in rows are transposed on their way to registers (`transposed`), for split accumulation alone.
+
 What is stored meanwhile, the tile before, is given to each (`stores_gluon`).
 
 Import this only where `recipes.triton.gates.why_no_gluon` says None.
@@ -24,6 +26,7 @@ from ops.kernels.grouped_gemm.finished_rows_gluon import (
 from ops.kernels.grouped_gemm.high_precision_nt_gluon import free_stage, wait_for_loads
 from ops.kernels.grouped_gemm.split_accumulation_gluon import add_to_halves, zero_halves
 from ops.kernels.grouped_gemm.stores_gluon import rounded_boxes, split_columns, store_boxes, store_tile
+from recipes.triton.names_gluon import reinterpret
 
 
 @gluon.jit
@@ -36,6 +39,72 @@ def add_scaled(acc, product, row_scale, of_columns):
         [product, gl.expand_dims(row_scale, 1), gl.expand_dims(column_scale, 0), acc],
         dtype=gl.float32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@gluon.jit
+def transposed(codes, CONSUMER: gl.constexpr, N: gl.constexpr):
+    """64 columns of codes, rows [128, 128] in shared memory, as an operand [64, 128] in registers, for products with N
+    columns.
+
+    Row 16 i + 8 j + k of it is column 16 i + 2 k + j of these: in matrices of pairs of codes, which are transposed as
+    they are loaded, the codes of both then are where wgmma wants them, but for their order in a thread. What such a
+    matrix loads at once, tokens 0, 1, 4, 5, 10, 11, 14, 15, lies in different banks: so token t is looked for at t ^ 2
+    where 8 is in t, in the layout, and the registers of these threads change places.
+    """
+    pairs_layout: gl.constexpr = gl.SharedLinearLayout(
+        [
+            [0, 1],
+            [0, 2],
+            [0, 4],
+            [0, 8],
+            [0, 16],
+            [0, 32],
+            [1, 8],
+            [2, 16],
+            [4, 32],
+            [10, 0],
+            [16, 0],
+            [32, 0],
+            [64, 0],
+        ],
+        [],
+        1024,
+    )
+    layout: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[1, 0], [2, 0], [16, 0], [32, 0], [64, 0]],
+        lane_bases=[[4, 0], [8, 0], [0, 1], [0, 2], [0, 4]],
+        warp_bases=[[0, 8], [0, 16]],
+        block_bases=[],
+        shape=[128, 32],
+    )
+    pairs = reinterpret(codes, gl.int16, [128, 64], pairs_layout).slice(CONSUMER * 32, 32, 1).load(layout)
+    even, odd = gl.inline_asm_elementwise(
+        """{
+        .reg .u32 lane, selector;
+        .reg .pred changed;
+        mov.u32 lane, %laneid;
+        and.b32 lane, lane, 2;
+        setp.ne.u32 changed, lane, 0;
+        selp.b32 selector, 0x2064, 0x6420, changed;
+        prmt.b32 $0, $2, $3, selector;
+        xor.b32 selector, selector, 0x1111;
+        prmt.b32 $1, $2, $3, selector;
+        }""", "=r,=r,r,r",
+        [pairs], dtype=(gl.int8, gl.int8), is_pure=True, pack=4,
+    )  # fmt: skip
+    rows = gl.join(even, odd).reshape([128, 4, 8, 2]).permute([1, 3, 2, 0]).reshape([64, 128])
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32])
+    rows = gl.convert_layout(rows, gl.DotOperandLayout(0, mma, 4), assert_trivial=True)
+    return rows.to(codes.dtype, bitcast=True)
+
+
+@gluon.jit
+def dy_operand(dy_stages, stage, STAGES: gl.constexpr, CONSUMER: gl.constexpr, N: gl.constexpr):
+    """This consumer's rows of dy^T in a step, for products with N columns."""
+    if dy_stages.shape[1] == 64:
+        return dy_stages.index(stage * (dy_stages.shape[0] // STAGES) + CONSUMER)
+    else:
+        return transposed(dy_stages.index(stage), CONSUMER, N)
 
 
 @gluon.jit
@@ -104,18 +173,18 @@ def sum_split(given, last, step, num_steps, CONSUMER: gl.constexpr):
     stages, full, empty, _queue, _sizes = given
     dy_stages, x_stages, _dy_scale_stages, _x_scale_stages = stages
     STAGES: gl.constexpr = full.shape[0]
-    CONSUMERS: gl.constexpr = dy_stages.shape[0] // STAGES
-    left, right = zero_halves(dy_stages.shape[1], x_stages.shape[1])
+    BLOCK_N: gl.constexpr = x_stages.shape[1]
+    left, right = zero_halves(64, BLOCK_N)
     STORED: gl.constexpr = 0 if last is None else 1  # steps meanwhile
     if last is not None:
         stage = wait_for_loads(full, step)
-        dy_stage = dy_stages.index(stage * CONSUMERS + CONSUMER)
-        left, right = add_to_halves(left, right, dy_stage, x_stages.index(stage), last)
+        a = dy_operand(dy_stages, stage, STAGES, CONSUMER, BLOCK_N // 2)
+        left, right = add_to_halves(left, right, a, x_stages.index(stage), last)
         free_stage(empty, step, STAGES, CONSUMER)
     for s in range(num_steps - STORED):
         stage = wait_for_loads(full, step + s + STORED)
-        dy_stage = dy_stages.index(stage * CONSUMERS + CONSUMER)
-        left, right = add_to_halves(left, right, dy_stage, x_stages.index(stage), None)
+        a = dy_operand(dy_stages, stage, STAGES, CONSUMER, BLOCK_N // 2)
+        left, right = add_to_halves(left, right, a, x_stages.index(stage), None)
         free_stage(empty, step + s + STORED, STAGES, CONSUMER)
     return left, right
 
@@ -193,7 +262,6 @@ def sum_and_scale(
     stages, _full, _empty, _queue, sizes = given
     dy_scale_ptr, x_scale_ptr, dy_scale_stride, x_scale_stride = scales
     _num_groups, N, K = sizes
-    HEIGHT: gl.constexpr = stages[0].shape[1]
     BLOCK_N: gl.constexpr = stages[1].shape[1]
     if LAYOUT == "row":
         left, right = sum_blocks(given, last, step, num_steps, CONSUMER)
@@ -207,7 +275,7 @@ def sum_and_scale(
             return halves_times_vectors(left, right, *vectors)
         elif last is None:  # before the products, whose time that takes
             layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
-            loaded = load_vectors(*vectors, HEIGHT, BLOCK_N, layout)
+            loaded = load_vectors(*vectors, stages[0].shape[1], BLOCK_N, layout)
             return sum_fast(given, None, loaded, step, num_steps, CONSUMER)
         elif num_steps > 1:
             return sum_fast(given, last, vectors, step, num_steps, CONSUMER)

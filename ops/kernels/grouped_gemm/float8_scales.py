@@ -81,9 +81,13 @@ def check_tn(
         raise ValueError(f"bias has shape {list(bias.shape)}, but must be {[G, C]}. Pass one row for each group.")
 
 
-def check_nt(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offsets: Tensor) -> None:
+def check_nt(
+    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offsets: Tensor, row_offsets: Tensor | None
+) -> None:
     _check_codes(dy, x)
-    if dy.dim() != 2 or x.dim() != 2 or dy.shape[1] != x.shape[1] or x.shape[1] % 16:
+    if row_offsets is not None:
+        _check_rows(dy, x, offsets, row_offsets)
+    elif dy.dim() != 2 or x.dim() != 2 or dy.shape[1] != x.shape[1] or x.shape[1] % 16:
         raise ValueError(
             f"the codes have shapes {list(dy.shape)} and {list(x.shape)}, but must be [N, P] and [K, P], P a multiple "
             "of 16. Pass the transposed columnwise copies of one set of rows."
@@ -94,9 +98,26 @@ def check_nt(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offsets: 
             f"on {dy.device}. Pass splits.aligned(16), or splits.aligned(128) for block scales."
         )
     G = offsets.shape[0] - 1
-    _check_scale("dy_scale", dy_scale, G, [(G, 1, dy.shape[0]), (dy.shape[1] // BLOCK, dy.shape[0])])
-    _check_scale("x_scale", x_scale, G, [(G, 1, x.shape[0]), (x.shape[1] // BLOCK, x.shape[0])])
+    columns = x.shape[1] // BLOCK
+    of_dy = [] if row_offsets is not None else [(G, 1, dy.shape[0]), (columns, dy.shape[0])]
+    _check_scale("dy_scale", dy_scale, G, of_dy)
+    _check_scale("x_scale", x_scale, G, [(G, 1, x.shape[0]), (columns, x.shape[0])])
     _check_kinds(dy_scale, x_scale, dy_scale.dim() == x_scale.dim())
+
+
+def _check_rows(dy: Tensor, x: Tensor, offsets: Tensor, row_offsets: Tensor) -> None:
+    """dy in rows [T, N], which these offsets divide."""
+    if dy.dim() != 2 or x.dim() != 2 or x.shape[1] % 16:
+        raise ValueError(
+            f"the codes have shapes {list(dy.shape)} and {list(x.shape)}, but with row_offsets must be [T, N] and "
+            "[K, P], P a multiple of 16. Pass dy's rowwise and x's transposed columnwise copy."
+        )
+    given = row_offsets.dtype, row_offsets.shape, row_offsets.device
+    if given != (torch.int64, offsets.shape, offsets.device):
+        raise ValueError(
+            f"row_offsets is {given[0]} {list(given[1])} on {given[2]}, but must be int64 {list(offsets.shape)} on "
+            f"{offsets.device}, as offsets_aligned is. Pass splits.offsets."
+        )
 
 
 def _check_codes(a: Tensor, b: Tensor) -> None:

@@ -75,9 +75,9 @@ def k_grouped(
     a, b = operands
     if isinstance(a, Float8Operand) and isinstance(b, Float8Operand):
         return grouped_gemm_nt_float8(
-            a.codes, a.scale, b.codes, b.scale, splits.aligned(a.block), out=out, out_dtype=out_dtype,
-            split_accumulation=split_accumulation, accumulate=accumulate, reverse=reverse,
-            spare=spare,
+            a.codes, a.scale, b.codes, b.scale, splits.aligned(b.block), out=out, out_dtype=out_dtype,
+            row_offsets=splits.offsets if a.block == 1 else None, split_accumulation=split_accumulation,
+            accumulate=accumulate, reverse=reverse, spare=spare,
         )  # fmt: skip
     assert isinstance(a, Operand) and isinstance(b, Operand), "both are values, or both codes"
     block = max(a.block, b.block)

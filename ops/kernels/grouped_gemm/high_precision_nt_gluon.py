@@ -81,24 +81,33 @@ def add_to_global(tensor_desc, coord, src, _semantic=None):
 
 
 @gluon.jit
-def store_sums(acc, dw, staging, place, row, column, ADD: gl.constexpr, PART: gl.constexpr):
-    """Rounds acc and stores it at (row, column) of matrix `place` of dw [G, N, K], or lets L2 add it, box by box.
+def place_of(dw, matrix, row):
+    """Coordinates of a row but for its column. dw: [G, N, K], or so as `descriptor_by_parity` has it."""
+    if len(dw.block_shape) == 3:
+        return matrix, row
+    else:
+        return matrix, row // 16, 0, 0
+
+
+@gluon.jit
+def store_sums(acc, dw, staging, place, column, ADD: gl.constexpr, PART: gl.constexpr):
+    """Rounds acc and stores it at `place` (`place_of`) from this column on, or lets L2 add it, box by box.
 
     staging: boxes of this consumer, used in turn. PART: of parts as wide as this one, which it is.
     """
-    if acc.shape[1] > dw.block_shape[2]:
+    if acc.shape[1] > dw.block_shape[-1]:
         left, right = split_columns(acc)
-        store_sums(left, dw, staging, place, row, column, ADD, 2 * PART)
-        store_sums(right, dw, staging, place, row, column + acc.shape[1] // 2, ADD, 2 * PART + 1)
+        store_sums(left, dw, staging, place, column, ADD, 2 * PART)
+        store_sums(right, dw, staging, place, column + acc.shape[1] // 2, ADD, 2 * PART + 1)
     elif ADD:
         STAGING: gl.constexpr = staging.shape[0]
         box = staging.index(PART % STAGING)
         tma.store_wait(STAGING - 1)
         box.store(acc)
         fence_async_shared()
-        add_to_global(dw, [place, row, column], box.reshape(dw.block_shape))
+        add_to_global(dw, place + (column,), box.reshape(dw.block_shape))  # noqa: RUF005
     else:
-        store_box(acc.to(dw.dtype), dw, staging, PART, (place, row), column)
+        store_box(acc.to(dw.dtype), dw, staging, PART, place, column)
 
 
 @gluon.jit
@@ -114,18 +123,19 @@ def with_barriers(boxes):
 
 
 @gluon.jit
-def add_boxes(acc, dw, old, uses, place, row, column, PART: gl.constexpr):
-    """Adds acc to what lies there, which `load_old_sums` brings, and stores the sums, box by box, where they came from.
+def add_boxes(acc, dw, old, uses, place, column, PART: gl.constexpr):
+    """Adds acc to what lies at `place` (`place_of`), which `load_old_sums` brings, and stores the sums where they came
+    from, box by box.
 
     old: boxes of this consumer, and two barriers of each. uses: how often it has used each of these before. The last
     box stays in use: `free_last_box`.
     """
     boxes, full, empty = old
-    if acc.shape[1] > dw.block_shape[2]:
+    if acc.shape[1] > dw.block_shape[-1]:
         left, right = split_columns(acc)
         middle = column + acc.shape[1] // 2
-        add_boxes(left, dw, old, uses, place, row, column, 2 * PART)
-        add_boxes(right, dw, old, uses, place, row, middle, 2 * PART + 1)
+        add_boxes(left, dw, old, uses, place, column, 2 * PART)
+        add_boxes(right, dw, old, uses, place, middle, 2 * PART + 1)
     else:
         BOXES: gl.constexpr = boxes.shape[0]
         slot: gl.constexpr = PART % BOXES
@@ -138,7 +148,7 @@ def add_boxes(acc, dw, old, uses, place, row, column, PART: gl.constexpr):
         )  # fmt: skip
         box.store(total)
         fence_async_shared()
-        tma_store(dw, [place, row, column], box.reshape(dw.block_shape))
+        tma_store(dw, place + (column,), box.reshape(dw.block_shape))  # noqa: RUF005
         if PART > 0:
             tma.store_wait(1)
             mbarrier.arrive(empty.index((PART - 1) % BOXES))
@@ -221,7 +231,7 @@ def load_old_sums(
     boxes, full, empty = old
     num_groups, N, _K = sizes
     BOXES: gl.constexpr = boxes.shape[0]
-    WIDTH: gl.constexpr = dw.block_shape[2]
+    WIDTH: gl.constexpr = dw.block_shape[-1]
     gl.static_assert(BLOCK_N // WIDTH % BOXES == 0, "all boxes are used equally often")
     use = 0
     turn = 0
@@ -229,13 +239,13 @@ def load_old_sums(
     while group >= 0:
         row = tile_n * BLOCK_M + CONSUMER * (BLOCK_M // CONSUMERS)
         if (size > 0) & (row < N):
-            place = num_groups - 1 - group if REVERSE else group
+            place = place_of(dw, num_groups - 1 - group if REVERSE else group, row)
             for part in range(BLOCK_N // WIDTH):
                 slot = use % BOXES
                 mbarrier.wait(empty.index(slot), (use // BOXES & 1) ^ 1)
                 mbarrier.expect(full.index(slot), dw.block_type.nbytes)
                 box = boxes.index(slot).reshape(dw.block_shape)
-                tma_load(dw, [place, row, tile_k * BLOCK_N + part * WIDTH], full.index(slot), box)
+                tma_load(dw, place + (tile_k * BLOCK_N + part * WIDTH,), full.index(slot), box)  # noqa: RUF005
                 use += 1
         turn += 1
         group, size, tile_n, tile_k = take(queue, turn)
@@ -349,9 +359,9 @@ def multiply(
                 place, row, column = matrix, first_n, tile_k * BLOCK_N
             elif not ACCUMULATE or num_steps > 0:
                 if old is None:
-                    store_sums(acc, dw, staging, matrix, first_n, tile_k * BLOCK_N, ACCUMULATE, 0)
+                    store_sums(acc, dw, staging, (matrix, first_n), tile_k * BLOCK_N, ACCUMULATE, 0)
                 else:
-                    add_boxes(acc, dw, old, uses, matrix, first_n, tile_k * BLOCK_N, 0)
+                    add_boxes(acc, dw, old, uses, (matrix, first_n), tile_k * BLOCK_N, 0)
                     free_last_box(old, PARTS)
                     uses += PARTS // staging.shape[0]
         else:

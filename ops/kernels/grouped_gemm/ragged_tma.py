@@ -44,6 +44,14 @@ def descriptor(x: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
     return _over(x, _fields(x.dtype, x.shape, x.stride(), box))
 
 
+def descriptor_by_parity(x: Tensor, height: int, width: int) -> TensorDescriptor:
+    """A descriptor of x [G, N, K] for boxes of so many rows, in which the even rows of each sixteen come before the odd
+    ones. Boxes have shape [1, height / 16, 2, 8, width]; N and height are multiples of 16."""
+    (G, N, K), (matrix, row, _) = x.shape, x.stride()
+    shape, strides = (G, N // 16, 2, 8, K), (matrix, 16 * row, row, 2 * row, 1)
+    return _over(x, _fields(x.dtype, shape, strides, (1, height // 16, 2, 8, width)))
+
+
 def ragged_descriptor(x: Tensor, box: tuple[int, int], *, axis: int, unit: int = 1) -> TensorDescriptor:
     """A descriptor of the matrix x for boxes of this shape, ragged along `axis`. Boxes have shape [1, 1, *box]."""
     assert x.shape[axis] <= _LENGTH, f"an axis of {x.shape[axis]} elements, but 2^30 are the most"

@@ -49,7 +49,7 @@ def boxes_of_none(out, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, DTYPE: gl.cons
 @gluon.jit
 def allocate_staging(out, BOXES: gl.constexpr, CONSUMERS: gl.constexpr, DTYPE: gl.constexpr = None):
     """So many boxes of out in shared memory for each consumer, as a tuple of each one's. DTYPE: None for out's."""
-    HEIGHT: gl.constexpr = out.block_shape[-2]
+    HEIGHT: gl.constexpr = out.block_type.numel // out.block_shape[-1]
     WIDTH: gl.constexpr = out.block_shape[-1]
     dtype: gl.constexpr = out.dtype if DTYPE is None else DTYPE
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEIGHT, WIDTH], dtype)

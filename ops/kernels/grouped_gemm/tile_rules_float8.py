@@ -107,6 +107,18 @@ def k_grouped_float8_config(
     return _SMALL if accumulate else _IN_PARTS
 
 
+def nt_reads_rows(rows: int, num_groups: int, N: int, K: int, capability: tuple[int, int]) -> bool:
+    """Whether NT with scales per tensor, in split accumulation, had better read dy [rows, N] as it lies, and no
+    columnwise copy of it is made.
+
+    Transposing costs the product 0 to 15 %, the more the longer its sums are, and where x [rows, K] has many features
+    that is more than the copy, N * rows bytes, takes. Measured at 100 to 2048 rows a group (`tuning.md`).
+    """
+    if why_no_gluon(capability) is not None or num_groups > GLUON_GROUPS or N % 16 or not rows:
+        return False
+    return K <= 2048 and rows * K <= 1024 * 2048 * num_groups
+
+
 def promotes(layout: ScaleLayout, split_accumulation: bool) -> bool:
     """Whether sums of 128 terms are added in float32: always where they have scales of their own."""
     return split_accumulation or layout in ("row", "square")
