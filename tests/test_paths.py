@@ -332,11 +332,12 @@ def steps(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("main_grad", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("main_grad", ["none", "float32", "of the weight"])
 @pytest.mark.parametrize("delay", [False, True], ids=["at once", "delayed"])
 @pytest.mark.parametrize("fusions", [None, ()], ids=["fused", "unfused"])
 @pytest.mark.parametrize("recipe", [Float8CurrentScaling(), DelayedScaling()], ids=lambda recipe: type(recipe).__name__)
 def test_gradients_have_the_same_bits_with_dy_in_rows(recipe, fusions, delay, main_grad, dtype, monkeypatch):
+    main_grad = {"none": None, "float32": torch.float32, "of the weight": dtype}[main_grad]
     asked = []
     monkeypatch.setattr("ops.products.paths.nt_reads_rows", lambda *shape: asked.append(shape) or True)
     found = steps(recipe, fusions, delay, main_grad, dtype)
