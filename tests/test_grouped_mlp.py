@@ -732,6 +732,25 @@ def test_explain_says_whether_no_grad_mode_stores_the_pre_activation(about, shap
     assert "no-grad" not in Sequential(*make(**shape)).explain(device="cpu", **about)
 
 
+class Doubled(GroupedLinear):
+    def fprop(self, *args: Any, **settings: Any) -> Tensor:
+        return super().fprop(*args, **settings).mul_(2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, perhaps another one")
+def test_an_fprop_of_ones_own_is_not_left_out_where_fc1_and_its_activation_are_one_kernel(monkeypatch):
+    for module in ("grouped_activation", "float8_activation"):
+        monkeypatch.setattr(f"ops.kernels.grouped_gemm.{module}.why_no_gluon", lambda gpu: None)
+    fc1, *behind = make(hidden=768, inner=128, bias=False)
+    subclass = Doubled(4, 768, 256, bias=False)
+    fc1.fprop = partial(Doubled.fprop, subclass)  # type: ignore[method-assign]
+    for own in (subclass, fc1):
+        for recipe in (None, "fp8_delayed"):
+            plan = Sequential(own, *behind).explain(device="cuda", dtype=torch.bfloat16, recipe=recipe)
+            words = "in training and in no-grad mode apart from FC1"
+            assert f"{words}: {type(own).__name__} has an fprop of its own.]" in plan
+
+
 def test_two_blocks_in_a_row_are_two_fused_operations():
     first, second = make(), make("ScaledSReLU")
     fused, unfused = pair([*first, *second])
