@@ -104,7 +104,7 @@ def _prepared(pipeline: Pipeline, training: bool) -> int:
         return 0
     first = parameters.present[0]
     x = torch.empty(0, dtype=first.dtype, device=first.device)
-    needs = pipeline.all_needs(True) if torch.is_grad_enabled() else (False, (False,) * len(parameters.present), ())
+    needs = pipeline.needs_now(True)
     autocast_dtype = dtype_of_autocast(x.device)
     program = pipeline.program_for(x, parameters, needs, autocast_dtype, training, fusions_version())
     call = Call(program, {}, (), {}, pipeline, None)

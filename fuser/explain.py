@@ -50,7 +50,7 @@ def explain(
             own = stage.runner.recipe
             chosen = recipe_within(own, recipe)
             request = PlanRequest(
-                chosen, device, dtype, stage.runner.all_needs(requires_grad), training,
+                chosen, device, dtype, stage.runner.needs_now(requires_grad), training,
                 stage.runner.path or chosen.path, fusions_version(),
             )  # fmt: skip
             says = f" under its own recipe {own!r}: {own.support(device, dtype)}" if own is not None else ""

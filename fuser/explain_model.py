@@ -68,7 +68,7 @@ def _rows(
             continue
         own = recipe_within(runner.recipe, recipe)
         request = PlanRequest(
-            own, device, dtype, runner.all_needs(requires_grad), sequential.training, runner.path or own.path,
+            own, device, dtype, runner.needs_now(requires_grad), sequential.training, runner.path or own.path,
             fusions_version(),
         )  # fmt: skip
         plan = runner.planner(runner.operations, request)

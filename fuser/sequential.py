@@ -391,7 +391,8 @@ class Sequential(Container):
     ) -> str:
         """The plan as text: the operations as they run, fused or not, their path and kernels, and every refused fusion.
 
-        The defaults are the current recipe, the device and dtype of the parameters, and an x that requires grad.
+        The defaults are the current recipe, the device and dtype of the parameters, and an x that requires grad. It is
+        the plan of the grad mode of now: under `torch.no_grad` that of a call there.
 
         x, grad_output: quantized tensors of the caller's: who multiplies their codes, or why they are dequantized. Of
             grouped rows, split_sizes are taken to be those of x.

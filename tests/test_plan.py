@@ -738,6 +738,21 @@ def test_a_fusion_is_asked_again_when_one_operation_alone_changes_its_mode() -> 
         assert calls == (["Scale.forward", "Shift.forward"] if in_training else ["Joint.forward"])
 
 
+class WithoutGradients(ForwardOnly):
+    @classmethod
+    def why_not(cls, operations: Any, request: Any) -> str | None:
+        return "it saves nothing." if request.needs[0] or any(request.needs[1]) else None
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_explain_shows_the_plan_of_the_grad_mode_of_now(mode) -> None:
+    sequential = Sequential(Scale(), Shift(), fusions=(WithoutGradients,))
+    for explain in (sequential.explain, lambda: fuser.explain(sequential)):
+        assert "WithoutGradients = " not in explain() and "Scale, Shift" in fuser.explain(sequential)
+        with mode():
+            assert "not fused: " not in explain() and "WithoutGradients" in explain()
+
+
 def test_plans_do_not_pile_up_when_fusions_come_and_go() -> None:
     sequential = Sequential(Scale(), Shift())
     counts = []

@@ -150,6 +150,11 @@ class Pipeline:
         named = [(operation, name) for operation in self.operations for name in operation.parameter_names()]
         return x_requires_grad, tuple([requires_grad(operation, name) for operation, name in named]), ()
 
+    def needs_now(self, x_requires_grad: bool) -> Any:
+        """Those of a call in the grad mode of now."""
+        needs = self.all_needs(x_requires_grad)
+        return needs if torch.is_grad_enabled() else (False, (False,) * len(needs[1]), ())
+
     def program(self, x: Tensor, extras: Mapping[str, Any], training: bool, fusions_version: int) -> Program:
         """The program for this call; made once for each distinct request."""
         return self._program(x, extras, self.parameters(), training, fusions_version)
