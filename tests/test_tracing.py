@@ -16,7 +16,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ops
 from fuser import Branch, Sequential, autocast, checkpoint, constant_weights, quantize, to_quantized
-from recipes import CustomRecipe, Float8CurrentScaling, Format, MXFP8BlockScaling, Quantizer, Recipe, Role
+from recipes import (
+    CustomRecipe,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    QuantizedTensor,
+    Quantizer,
+    Recipe,
+    Role,
+)
 from recipes.recipe import HighPrecision
 from recipes.registry import RECIPES
 from recipes.stack import key_of, seen
@@ -505,6 +514,24 @@ def delayed_inside(x: Tensor, layer: Sequential) -> Tensor:
         return layer(x)
 
 
+class OfSingleTensors(Quantizer):
+    """Without `quantize_grouped`, so that the SplitPath runs, though nobody has asked for it."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is OfSingleTensors
+
+    def __hash__(self) -> int:
+        return 0
+
+    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        quantizer = MXFP8BlockScaling().quantizer(Role.INPUT)
+        return quantizer.quantize(x, rowwise=rowwise, columnwise=columnwise)
+
+
+def of_single_tensors(role: Role) -> Quantizer:
+    return OfSingleTensors()
+
+
 def refusals() -> dict[str, tuple[Callable[[], Sequential], Callable[[Tensor, Sequential], Any], str]]:
     def call(x: Tensor, layer: Sequential) -> Any:
         return layer(x)
@@ -521,6 +548,9 @@ def refusals() -> dict[str, tuple[Callable[[], Sequential], Callable[[Tensor, Se
     def apart() -> Sequential:
         return Sequential(ops.Router(H, E, topk=2), ops.Dispatch(E), nn.Tanh(), ops.Combine())
 
+    def by_recipe() -> Sequential:
+        return Sequential(ops.GroupedLinear(E, H, H).set_recipe(CustomRecipe(of_single_tensors)))
+
     grouped = [ops.GroupedLinear(E, H, H)]
     return {
         "in place": (in_place, call, "Give in_place=False"),
@@ -528,6 +558,7 @@ def refusals() -> dict[str, tuple[Callable[[], Sequential], Callable[[Tensor, Se
         "delayed scaling inside": (lambda: Sequential(ops.Linear(H, H)), delayed_inside, "Open it around the call"),
         "a buffer": (lambda: Sequential(*grouped), into_buffer, "buffers= names memory of the caller's"),
         "the split path": (lambda: Sequential(*grouped, path="split"), with_sizes, "reads split sizes on the host"),
+        "the split path by its recipe": (by_recipe, with_sizes, "reads split sizes on the host"),
         "missing": (lambda: Sequential(*grouped), call, "missing: 'split_sizes'"),
     }
 

@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.flop_counter import _FlopCounterMode
 
+from ops.products.paths import choose_path
 from ops.runner.context import IndexTensor
 from ops.runner.input import why_not_plain
 from ops.runner.names import name_of
@@ -181,7 +182,12 @@ def stage_of(
     around = traced_recipe(call.recipe) if call.inside else recipe_of(own_entries())
     recipe = recipe_within(pipeline.recipe, around)
     device, dtype = torch.device(call.device), getattr(torch, call.dtype.removeprefix("torch."))
-    why = _why_not(pipeline, recipe, outputs, call)
+    named = [(operation, name) for operation in pipeline.operations for name in operation.parameter_names()]
+    dtype = planned_dtype((parameter_dtype(*one) for one in named), None, dtype)
+    request = PlanRequest(
+        recipe, device, dtype, pipeline.all_needs(True), training, pipeline.path or recipe.path, fusions_version
+    )
+    why = _why_not(pipeline, request, outputs, call)
     if why is not None:
         return why
     exported = torch.compiler.is_exporting() or is_recorded()
@@ -193,11 +199,6 @@ def stage_of(
     plan = pipeline.traced.get(known)
     if plan is None:
         plan = pipeline.traced[known] = TracedPlan(pipeline, terms)
-    named = [(operation, name) for operation in pipeline.operations for name in operation.parameter_names()]
-    dtype = planned_dtype((parameter_dtype(*one) for one in named), None, dtype)
-    request = PlanRequest(
-        recipe, device, dtype, pipeline.all_needs(True), training, pipeline.path or recipe.path, fusions_version
-    )
     name = name_of(pipeline.operations, pipeline.planner(pipeline.operations, request).forward)
     register(name, plan, outlives_model=exported)
     slots = tuple(
@@ -208,8 +209,9 @@ def stage_of(
     return name, plan.key, slots, terms.inputs, outputs
 
 
-def _why_not(pipeline: Pipeline, recipe: Any, outputs: Iterable[str], call: Seen) -> str | None:
+def _why_not(pipeline: Pipeline, request: PlanRequest, outputs: Iterable[str], call: Seen) -> str | None:
     """Why what runs cannot be one operation of torch, as a sentence, or None."""
+    recipe, path = request.recipe, choose_path(request).name
     if call.has_buffers:
         return "buffers= names memory of the caller's, which an operation of torch may not return. Leave it out."
     if call.inside and keeps_state(recipe):
@@ -231,7 +233,7 @@ def _why_not(pipeline: Pipeline, recipe: Any, outputs: Iterable[str], call: Seen
                 f"{type(operation).__name__} holds its weights quantized, as tensors that torch does not trace. Run "
                 "this model eagerly, or compile one with weights in high precision."
             )
-        why = operation.why_not_traced(pipeline.path or recipe.path)
+        why = operation.why_not_traced(path)
         if why is not None:
             return f"{type(operation).__name__}: {why}"
     return None
