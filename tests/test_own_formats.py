@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from fuser import Sequential, autocast, ops, quantize, to_quantized
+from fuser import Sequential, autocast, checkpoint, ops, quantize, to_quantized
 from ops.products.product import wgrad
 from recipes import (
     CustomRecipe,
@@ -28,6 +28,7 @@ from recipes import (
     ScaleSpec,
     Splits,
 )
+from recipes.casts.amax_history import EndOfStep
 from recipes.casts.scale_rules import E8M0Scale, Float32Scale, NVFP4Scale
 from recipes.tensors.formats import ALL, E4M3, FLOAT8_SCALINGS
 from tests.reference import assert_close, assert_same_bits, gradients
@@ -305,6 +306,74 @@ class RowFactorsQuantizer(Quantizer):
         x = x_TK.masked_fill((splits.group_of_row == splits.num_groups)[:, None], 0)
         made = self.quantize(x)
         return GroupedTensor(None, splits, made.rowwise, made.columnwise, x.dtype)
+
+
+@dataclass(frozen=True)
+class Moving(Quantizer):
+    """Multiples of a scale that goes half the way to the amax of each step. One scale of the operation."""
+
+    keeps_state: ClassVar[bool] = True
+    reduce_amax: ClassVar[bool] = False
+    amax_reduction_group: ClassVar[None] = None
+
+    source: Any = None
+    updates: Any = None
+    given: Tensor | None = None
+
+    def state_shapes(self, num_scales: int) -> dict[str, tuple[tuple[int, ...], float]]:
+        return {"amax_history": ((1, num_scales), 0.0), "scale": ((num_scales,), 0.25)}
+
+    def bound(self, source: Any, updates: Any, scale: Tensor | None) -> Moving:
+        return Moving(source, updates, scale)
+
+    def snapshot(self, device: torch.device) -> Tensor:
+        return self.source.tensors(self, device)["scale"].clone()
+
+    @property
+    def role(self) -> str:
+        return self.source.role
+
+    @property
+    def amax(self) -> Tensor:
+        return self.source.tensors(self, None)["amax_history"][0]
+
+    def end_of_step(self) -> EndOfStep:
+        state = self.source.tensors(self, None)
+        return EndOfStep(state["amax_history"], state["scale"], 1.0, "most_recent", lambda amax, s: (s + amax / 64) / 2)
+
+    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        state = self.source.tensors(self, x.device)
+        if self.updates is not None:
+            self.updates.add(self, state["amax_history"])
+            state["amax_history"][0] = x.abs().amax()
+        scale = state["scale"] if self.given is None else self.given
+        values = (x / scale).round() * scale
+        return QuantizedTensor(*[Halved(values / 2, None, INT8_PER_ROW, x.shape, c) for c in (False, True)], x.dtype)
+
+
+def moving(role: Role) -> Quantizer:
+    return Moving()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_state_of_ones_own_is_that_of_the_first_run_where_a_checkpoint_computes_again(use_reentrant):
+    model = Sequential(ops.Linear(8, 16), ops.GELU(), ops.Linear(16, 8))
+    runs = [lambda x: model(x), lambda x: checkpoint(model, x, use_reentrant=use_reentrant)]
+    begun, results = model.state_dict(), []
+    for run in runs:
+        model.load_state_dict(begun)
+        torch.manual_seed(0)
+        for _ in range(3):
+            x = torch.randn(4, 8, requires_grad=True)
+            model.zero_grad()
+            with autocast(CustomRecipe(moving)):
+                y = run(x)
+            y.square().sum().backward()
+            results.append({"y": y, **gradients({"x": x, **dict(model.named_parameters())})})
+            results[-1] |= {name: state.clone() for name, state in model.named_buffers()}
+    for plain, again in zip(results[:3], results[3:], strict=True):
+        assert len(plain) == 1 + 5 + 12
+        assert_same_bits(again, plain)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.recipe import Recipe, Role
+from recipes.stack import scale_in_use
 from recipes.tensors.quantizer import Quantizer
 from recipes.triton.tape import taping
 
@@ -35,7 +36,11 @@ class QuantizerState:
     def tensors(
         self, quantizer: Quantizer, device: torch.device | None, names: Iterable[str] | None = None
     ) -> Mapping[str, Tensor]:
-        """By name, on `device` (None: as they are there). names: of those that are wanted; others stay as they are"""
+        """By name, on `device` (None: as they are there). names: of those that are wanted; others stay as they are
+
+        A quantizer of others gets, where `fuser.checkpoint` computes again, those of the first run; ours ask for it.
+        """
+        of_others = type(quantizer).__module__.partition(".")[0] != "recipes"
         shapes = quantizer.state_shapes(self.num_scales)
         buffers = self.operation._buffers
         found: dict[str, Tensor] = {}
@@ -43,7 +48,7 @@ class QuantizerState:
             tensor, wanted = buffers.get(self.prefix + name), names is None or name in names
             if tensor is None or (wanted and not _is_ready(tensor, shape, device)):
                 tensor = self._make(name, tensor, quantizer, device)
-            found[name] = tensor
+            found[name] = scale_in_use(tensor.untyped_storage()._cdata, tensor) if of_others else tensor
         return found
 
     @torch.inference_mode(False)
