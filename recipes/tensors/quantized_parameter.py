@@ -70,6 +70,12 @@ class QuantizedParameter(QuantizedHandle):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func.namespace == "fuser":  # torch.export, unless strict, traced it as an ordinary tensor
+            raise RuntimeError(
+                f"{func} was traced for weights in high precision, and is given one that is held quantized, which it "
+                "would dequantize and quantize again. Run the model eagerly, or export one with ordinary weights, "
+                "which fuser.dequantized_state_dict(model.state_dict()) has."
+            )
         # What FSDP2 calls when it shards a parameter: torch.chunk, new_zeros for the padded part; and when it has
         # gathered one: as_strided.
         weight = args[0] if args else None
