@@ -12,6 +12,7 @@ from ops.activations import ActivationOperation
 from ops.bias import Bias
 from ops.kernels.elementwise.chain import delementwise, runs_triton
 from ops.linear import Linear, column_sums
+from ops.runner.built_in import why_not_method
 from ops.runner.context import at_tensor
 from ops.runner.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
 from recipes.request import PlanRequest
@@ -21,7 +22,7 @@ class BackwardActivationBias(FusedOperation):
     """dh = f'(h) dy, db = the sum of dh over the rows; if the bias is a Linear's, also dx = dh W and dW = dh^T x.
 
     Reads what the unfused operations save: h, and the Linear's x. Refused for an activation with scales, and for a
-    Linear without a bias, one that gathers dy or has as_one_group.
+    Linear without a bias, one that gathers dy, has as_one_group or a bias_gradient of the user's.
     """
 
     pattern = ((Bias, Linear), ActivationOperation)
@@ -37,6 +38,8 @@ class BackwardActivationBias(FusedOperation):
             )
         if isinstance(first, Linear) and first.as_one_group:
             return "Linear has as_one_group, and sums its bias gradient in the order of a group."
+        if isinstance(first, Linear) and (why := why_not_method(first, "bias_gradient")):
+            return why
         return why_not_scaled(activation) or why_not_gathered(first)
 
     def fuser_backward(

@@ -10,6 +10,7 @@ from torch import Tensor
 from fused.linear_in_place import why_not_gathered
 from ops.constant_scale import ConstantScale
 from ops.linear import Linear
+from ops.runner.built_in import why_not_method
 from ops.runner.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
 from recipes.recipe import Role
 from recipes.request import PlanRequest
@@ -34,7 +35,8 @@ class BackwardLinearScale(FusedOperation):
 
     @classmethod
     def why_not(cls, operations: Sequence[BasicOperation], request: PlanRequest) -> str | None:
-        return why_not_scaled_products(cast(ConstantScale, operations[1]), request) or why_not_gathered(operations[0])
+        linear, constant = operations
+        return why_not_scaled_products(linear, cast(ConstantScale, constant), request) or why_not_gathered(linear)
 
     def fuser_backward(
         self, ctxs: Sequence[OperationContext], dy: Tensor, d_extra_outputs: Mapping[str, Tensor]
@@ -44,8 +46,10 @@ class BackwardLinearScale(FusedOperation):
         return dx, (gradients, {}), {}
 
 
-def why_not_scaled_products(constant: ConstantScale, request: PlanRequest) -> str | None:
+def why_not_scaled_products(linear: BasicOperation, constant: ConstantScale, request: PlanRequest) -> str | None:
     """Why the products of a Linear cannot be scaled instead of y and dy, or None."""
+    if why := why_not_method(linear, "fprop", "dgrad_and_wgrad", "bias_gradient"):
+        return why
     if constant.scale == 0:
         return "The scale is 0, for which a product does not read its operands: what is NaN or Inf there would be lost."
     quantizer = request.recipe.quantizer(Role.GRAD_OUTPUT)

@@ -52,7 +52,7 @@ from ops.products.paths import (
     choose_path,
     how_cast_as_computed,
 )
-from ops.runner.built_in import is_built_in
+from ops.runner.built_in import why_not_method
 from ops.runner.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
 from ops.runner.parameters import parameter_dtype
 from recipes.recipe import Role
@@ -193,9 +193,7 @@ class GroupedMLP(FusedOperation):
             return "A batch-invariant recipe multiplies with the kernel of training."
         if self.fc1.reads_values:
             return "The adapter's product is added to FC1's before the activation."
-        if "fprop" in vars(self.fc1) or not is_built_in(type(self.fc1).fprop):
-            return f"{type(self.fc1).__name__} has an fprop of its own."
-        return None
+        return why_not_method(self.fc1, "fprop")
 
     @staticmethod
     def _quantizes(path: Path) -> bool:

@@ -47,7 +47,7 @@ class LinearScaleAdd(FusedOperation):
         linear, constant, _ = operations
         if cast(Linear, linear).use_bias:
             return "Linear has a bias, and a product takes one addend before it is rounded: the extra tensor."
-        return why_not_scaled_products(cast(ConstantScale, constant), request)
+        return why_not_scaled_products(linear, cast(ConstantScale, constant), request)
 
     def fuser_forward(
         self, ctxs: Sequence[OperationContext], x: Any, extras: Mapping[str, Any]

@@ -410,6 +410,47 @@ def test_a_fused_pair_passes_gradcheck() -> None:
 # Refusals
 
 
+class OwnProducts(ops.Linear):
+    def fprop(self, *args: Any, **settings: Any) -> Tensor:
+        return super().fprop(*args, **settings).clamp(max=0.1)
+
+
+class OwnGradients(ops.Linear):
+    def dgrad_and_wgrad(self, *args: Any, **settings: Any) -> Any:
+        dx, gradients = super().dgrad_and_wgrad(*args, **settings)
+        return None if dx is None else dx.clamp(max=0.1), gradients
+
+
+class OwnSum(ops.Linear):
+    def bias_gradient(self, dy: Tensor) -> Tensor:
+        return super().bias_gradient(dy).clamp(max=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "behind", "refused"),
+    [
+        (OwnProducts, [ops.ConstantScale(2.0), ops.AddExtraInput()], "LinearScaleAdd"),
+        (OwnGradients, [ops.ConstantScale(2.0), ops.AddExtraInput()], "LinearScaleAdd"),
+        (OwnGradients, [ops.ConstantScale(2.0)], "BackwardLinearScale"),
+        (OwnSum, [ops.ConstantScale(2.0)], "BackwardLinearScale"),
+        (OwnSum, [ops.SiLU()], "BackwardActivationBias"),
+    ],
+)
+def test_a_subclass_that_replaces_what_a_fusion_computes_another_way_is_not_fused(kind, behind, refused) -> None:
+    operations = [kind(K, N, bias=kind is OwnSum), *behind]
+    extras = {"extra": torch.randn(7, N)} if len(behind) > 1 else {}
+    fused, unfused = Sequential(*operations), Sequential(*operations, fusions=())
+    assert f"not fused: {refused} on operations 0-{len(behind)}: {kind.__name__} has its own" in fused.explain()
+    x, results = torch.randn(7, K), []
+    for sequential in (fused, unfused):
+        sequential.zero_grad()
+        given = x.clone().requires_grad_()
+        y = sequential(given, **extras)
+        y.square().sum().backward()
+        results.append({"y": y, **gradients({"x": given, **dict(sequential.named_parameters())})})
+    assert_same_bits(*results)
+
+
 REFUSALS = {
     "scaled": (
         [ForwardLinearBiasActivation, BackwardActivationBias],
