@@ -32,6 +32,9 @@ TOLERANCES: Mapping[torch.dtype, float] = {
 }
 
 
+_IN_PART = 1, 3  # draws of 8 in which y alone, and the extra outputs alone, have a gradient
+
+
 class Difference(NamedTuple):
     """The difference of one tensor between the fused and the unfused run."""
 
@@ -62,8 +65,11 @@ def check_fusion(
     Each run begins with the same seed of torch's generators of the CPU and of `device`, and leaves them as they were.
 
     Compared: y, every differentiable extra output, and the gradients of x, of every parameter and of every extra input;
-    also with x or one parameter frozen, and without grad mode. Splits are drawn for each run: with empty groups, all
-    rows in one group, all groups empty, and fewer rows than x has. Uninitialised memory is filled with NaN.
+    in 8 draws also with x, one parameter or one extra input frozen, with gradients of y alone, of the extra outputs
+    alone, and such that lie as those of a sum or a slice, and without grad mode. Splits are drawn for each run: with
+    empty groups, all rows in one group, all groups empty, and fewer rows than x has. Uninitialised memory is filled
+    with NaN. x, the extra inputs, and the gradients that are handed in must be what they were, but for what an
+    operation writes into in place.
 
     fusion:          the class. It is the only fusion tried, and must match the operations.
     make_operations: returns new operations; both runs use copies of the same parameters
@@ -71,7 +77,8 @@ def check_fusion(
     extras:          shapes of the extra inputs, by name, or tensors that each draw takes as they are, such as indices;
                      split sizes need only num_groups
     draws:           how many times, with other numbers; at least one
-    tolerance:       largest difference, relative to the largest magnitude of the expected tensor
+    tolerance:       largest difference, relative to the largest magnitude of the expected tensor; with the gradients of
+                     some outputs alone, to that of the first draw if it is larger
 
     What the passes of a fusion with `rounds_less` compute is held to the unfused run in float64 instead, from the same
     numbers: within half a last place of each number in `dtype`, and beyond that `tolerance`, by default that of float32
@@ -104,7 +111,9 @@ def check_fusion(
     shapes = extras or {}
     _check_known(shapes, [name for name in layout.consumed if kinds[name] is not Splits])
     outputs = [o.extra_name(n) for o in operations for n, kind in o.extra_outputs.items() if kind is Tensor]
+    written = [o.extra_name(o.in_place_input) for o in operations if o.in_place_input is not None]
     differences: list[Difference] = []
+    scales: dict[str, float] = {}  # of the first draw, with all gradients
     for draw in range(draws):
         x = _random(x_shape, dtype, device, generator)
         given: dict[str, Any] = {}
@@ -115,7 +124,10 @@ def check_fusion(
                 given[name] = random_splits(num_groups, x_shape[0], generator, kind=draw).to(device)
             else:
                 given[name] = _filled(name, kinds[name], shapes.get(name), dtype, device, generator)
-        frozen = _frozen(fused, draw)
+        frozen = _frozen([name for name, _ in fused.named_parameters()], draw, draw % 2 == 1)
+        floats = [name for name, value in given.items() if value.is_floating_point()]
+        frozen |= _frozen(floats, draw, draw % 8 in (4, 6))
+        where = f"{fusion.__name__}, draw {draw}"
         results: list[_Result] = []
         for sequential in (unfused, fused, exact):
             if sequential is None:
@@ -123,19 +135,27 @@ def check_fusion(
             own = torch.float64 if sequential is exact else dtype
             for name, parameter in sequential.named_parameters():
                 parameter.requires_grad_(name not in frozen)
-            inputs = {n: _leaf(v, own, v.is_floating_point()) for n, v in given.items()}
+            inputs = {n: _leaf(v, own, n in floats and n not in frozen) for n, v in given.items()}
+            own_x = _leaf(x, own, draw % 8 not in (2, 7))
             with poisoned_memory(), _seeded(device, seed + draw), autocast(recipe=chosen):
                 alike = results[0] if sequential is fused else None
-                results.append(_run(sequential, _leaf(x, own, draw % 4 != 3), inputs, outputs, draw, dtype, alike))
+                results.append(_run(sequential, own_x, inputs, outputs, draw, dtype, where, alike))
+            if sequential is fused:
+                left = {"x": (own_x, x)} | {n: (inputs[n], v) for n, v in given.items() if n not in written}
+                _check_left(where, left)
         differences = _compare(*results) if exact is None else _compare_rounded(fusion, dtype, *results)
         splits = {name: value.tolist() for name, value in given.items() if kinds[name] is Splits}
         for difference in differences:
-            if not difference.largest <= tolerance * difference.scale:
+            # Where some gradients are left out, what is left may be the rounding errors of zeros.
+            of_all = scales.get(difference.name, 0.0) if draw % 8 in _IN_PART else 0.0
+            scale = max(difference.scale, of_all)
+            if not difference.largest <= tolerance * scale:
                 raise AssertionError(
-                    f"{fusion.__name__}, draw {draw}: {difference.name} is off by {difference.largest:.3e} at "
+                    f"{where}: {difference.name} is off by {difference.largest:.3e} at "
                     f"{difference.worst_index} (RMS {difference.rms:.3e}); allowed {tolerance:.1e} of "
-                    f"{difference.scale:.3e}. Split sizes: {splits}"
+                    f"{scale:.3e}. Split sizes: {splits}"
                 )
+        scales = scales or {difference.name: difference.scale for difference in differences}
     return differences
 
 
@@ -260,10 +280,23 @@ def _random(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
     return torch.randn(tuple(shape), generator=generator).to(device=device, dtype=dtype)
 
 
-def _frozen(sequential: Sequential, draw: int) -> set[str]:
-    """The parameters frozen in this draw: none in even draws, one in odd ones, taken in turn."""
-    names = [name for name, _ in sequential.named_parameters()]
-    return {names[(draw // 2) % len(names)]} if names and draw % 2 else set()
+def _frozen(names: Sequence[str], draw: int, freezes: bool) -> set[str]:
+    """The one of these that is frozen in this draw, if one is; they are taken in turn."""
+    return {names[(draw // 2) % len(names)]} if names and freezes else set()
+
+
+def _check_left(where: str, now_and_before: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Raise AssertionError if one of these tensors is not what it was."""
+    for name, (now, before) in now_and_before.items():
+        if compare(name, now, before.to(now.dtype)).largest:
+            raise AssertionError(f"{where}: {name} was changed in place. Others read it too: write into new memory.")
+
+
+def _laid_out(gradient: Tensor, draw: int) -> Tensor:
+    """It, one number of it in each place as of a sum, or it as a slice of something larger."""
+    if draw % 8 == 5 and gradient.numel():
+        return gradient.flatten()[0].expand(gradient.shape)
+    return torch.stack([gradient, gradient], -1)[..., 0] if draw % 8 == 6 else gradient
 
 
 class _Result(NamedTuple):
@@ -284,11 +317,13 @@ def _run(
     outputs: Sequence[str],
     draw: int,
     dtype: torch.dtype,
+    where: str,
     alike: _Result | None,
 ) -> _Result:
     """The outputs, and the gradients for random gradients of them that dtype holds.
 
-    Raises AssertionError for outputs of other shapes or dtypes than those of `alike`.
+    Raises AssertionError for outputs of other shapes or dtypes than those of `alike`, and for gradients of them that
+    were changed in place.
     """
     sequential.zero_grad()
     with torch.no_grad():
@@ -301,8 +336,14 @@ def _run(
         for name, head in heads.items():
             _check_alike(name, head, alike.forward[name])
     weights = {n: _random(head.shape, dtype, head.device, generator).to(head.dtype) for n, head in heads.items()}
-    roots = [head for head in heads.values() if head.requires_grad]
-    torch.autograd.backward(roots, [weights[name] for name, head in heads.items() if head.requires_grad])
+    of_y, of_extras = _IN_PART
+    used = {of_y: ["y"], of_extras: list(made)}.get(draw % 8) or list(heads)
+    roots = [name for name in used if heads[name].requires_grad]
+    given = {f"the gradient of {name}": _laid_out(weights[name], draw) for name in roots}
+    before = {name: gradient.clone() for name, gradient in given.items()}
+    torch.autograd.backward([heads[name] for name in roots], list(given.values()))
+    if alike is not None:
+        _check_left(where, {name: (gradient, before[name]) for name, gradient in given.items()})
     made_forward: dict[str, Tensor | None] = {**heads, "y without grad mode": without_grad}
     made_backward = {"gradient of x": x.grad}
     made_backward |= {f"gradient of {n}": p.grad for n, p in sequential.named_parameters()}

@@ -146,6 +146,60 @@ class WrongWhenFrozen(Right):
         return (2 * dx if frozen and dx is not None else dx), d_parameters, d_extras
 
 
+class WrongWhenXIsFrozen(Right):
+    def fuser_backward(self, ctxs: Any, dy: Tensor | None, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+        dx, (d, nothing), d_extras = super().fuser_backward(ctxs, dy, d_extra_outputs)
+        return dx, (d if ctxs[0].needs.input else {"scale": 2 * d["scale"]}, nothing), d_extras
+
+
+class WrongWhenAnExtraIsFrozen(Right):
+    def fuser_backward(self, ctxs: Any, dy: Tensor | None, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+        dx, d_parameters, d_extras = super().fuser_backward(ctxs, dy, d_extra_outputs)
+        return (dx if ctxs[1].needs.extras or dx is None else 2 * dx), d_parameters, d_extras
+
+
+class WrongForYAlone(Right):
+    def fuser_backward(self, ctxs: Any, dy: Tensor | None, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+        dx, d_parameters, d_extras = super().fuser_backward(ctxs, dy, d_extra_outputs)
+        return (dx if "product" in d_extra_outputs or dx is None else 2 * dx), d_parameters, d_extras
+
+
+class WrongWithoutDy(Right):
+    def fuser_backward(self, ctxs: Any, dy: Tensor | None, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+        dx, d_parameters, d_extras = super().fuser_backward(ctxs, dy, d_extra_outputs)
+        return (dx if dy is not None or dx is None else 2 * dx), d_parameters, d_extras
+
+
+class ReadsDyByItsAddress(Right):
+    def fuser_backward(self, ctxs: Any, dy: Tensor | None, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+        if dy is not None and not dy.is_contiguous() and 0 not in dy.stride():
+            dy = dy.as_strided(dy.shape, (dy.shape[1], 1))
+        return super().fuser_backward(ctxs, dy, d_extra_outputs)
+
+
+class WritesIntoX(Right):
+    def fuser_forward(self, ctxs: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+        result = super().fuser_forward(ctxs, x, extras)
+        if not any(ctx.needs_grad for ctx in ctxs):
+            x.mul_(2)
+        return result
+
+
+class WritesIntoDy(Right):
+    def fuser_backward(self, ctxs: Any, dy: Tensor | None, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+        result = super().fuser_backward(ctxs, dy, d_extra_outputs)
+        if dy is not None:
+            dy.mul_(2)
+        return result
+
+
+class WritesIntoAnExtra(Right):
+    def fuser_backward(self, ctxs: Any, dy: Tensor | None, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+        result = super().fuser_backward(ctxs, dy, d_extra_outputs)
+        ctxs[0].saved.other.mul_(2)
+        return result
+
+
 class WrongShape(Right):
     """Its dx has a wrong shape, too, but y is compared first."""
 
@@ -183,6 +237,14 @@ def test_a_right_fusion_passes_and_its_differences_are_returned(dtype: torch.dty
         (WrongExtraGradient, "gradient of other is off by"),
         (ForgetsTheExtraOutputsGradient, "gradient of x is off by"),
         (WrongWhenFrozen, "gradient of x is off by"),
+        (WrongWhenXIsFrozen, "draw 2: gradient of 0.scale is off by"),
+        (WrongWhenAnExtraIsFrozen, "draw 4: gradient of x is off by"),
+        (WrongForYAlone, "draw 1: gradient of x is off by"),
+        (WrongWithoutDy, "draw 3: gradient of x is off by"),
+        (ReadsDyByItsAddress, "draw 6: gradient of x is off by"),
+        (WritesIntoX, "y is off by|x was changed in place"),
+        (WritesIntoDy, "WritesIntoDy, draw 0: the gradient of y was changed in place"),
+        (WritesIntoAnExtra, "WritesIntoAnExtra, draw 0: other was changed in place"),
         (WrongShape, r"y is \[1, 5, 3\] torch.float64, expected \[5, 3\]"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
@@ -375,12 +437,14 @@ class Mean(BasicOperation):
     extra_outputs: ClassVar = {"mean": Tensor}
 
     def fuser_forward(self, ctx: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
-        ctx.count = x.numel()
+        ctx.rows, ctx.columns = x.shape
         return x, {"mean": x.mean()}
 
     def fuser_backward(self, ctx: Any, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]) -> Any:
-        d = d_extra_outputs.get("mean")
-        return dy if d is None else dy + d / ctx.count, {}, {}
+        if "mean" not in d_extra_outputs:
+            return dy, {}, {}
+        d = (d_extra_outputs["mean"] / (ctx.rows * ctx.columns)).expand(ctx.rows, ctx.columns)
+        return d if dy is None else dy + d, {}, {}
 
 
 class ScaleMean(FusedOperation):
