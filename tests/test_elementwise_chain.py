@@ -411,3 +411,18 @@ def test_dropout_gradcheck():
 def test_a_probability_outside_of_its_range_is_refused(p):
     with pytest.raises(ValueError, match=f"Dropout got p={p}. It is the probability of a zero, from 0 to 1."):
         ops.Dropout(p)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"operand": "rows"}, "Step got operand='rows'. Give one of '', 'column', 'row', 'element', 'random'."),
+        ({"constants": (0.5,)}, r"Step got constants=\(0.5,\). Give a tuple of three numbers"),
+        ({"constants": ("a", 0.0, 0.0)}, "Step got constants=.* Give a tuple of three numbers"),
+    ],
+    ids=["operand", "one constant", "no number"],
+)
+def test_a_step_that_no_kernel_could_run_is_refused_as_it_is_made(given, message):
+    """On a CPU torch took such an operand as it broadcasts, which no kernel does."""
+    with pytest.raises(ValueError, match=message):
+        Step(_square, _dsquare, _square_ref, d_operand=_d_factor, **given)

@@ -35,7 +35,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -58,6 +58,7 @@ from recipes.triton.launch import Launch, cdiv, has_work, next_power_of_2, repla
 from recipes.triton.philox import random_bits_ref
 
 Kind = Literal["", "column", "row", "element", "random"]
+_KINDS = get_args(Kind)
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ class Step:
     d_operand:  Triton function (dy, x, operand, A, B, C) -> the operand's gradient for each element; None: it is dy
     linear:     backward reads neither x nor, except for `random` and `row`, the operand
     gated, interleave: see above; interleave 0 means halves
+
+    Raises ValueError for an operand of no such kind, and for constants that are not three numbers.
     """
 
     forward: JITFunction
@@ -88,6 +91,13 @@ class Step:
     linear: bool = False
     gated: bool = False
     interleave: int = 0
+
+    def __post_init__(self) -> None:
+        if self.operand not in _KINDS:
+            raise ValueError(f"Step got operand={self.operand!r}. Give one of {', '.join(map(repr, _KINDS))}.")
+        three = isinstance(self.constants, tuple) and len(self.constants) == 3
+        if not three or not all(isinstance(constant, (int, float)) for constant in self.constants):
+            raise ValueError(f"Step got constants={self.constants!r}. Give a tuple of three numbers, 0.0 for none.")
 
     def __hash__(self) -> int:  # Steps are keys of every launch; hashing all fields would cost more than the launch.
         return hash((id(self.forward), self.operand, self.constants, self.interleave))
