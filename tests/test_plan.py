@@ -738,6 +738,28 @@ def test_a_fusion_is_asked_again_when_one_operation_alone_changes_its_mode() -> 
         assert calls == (["Scale.forward", "Shift.forward"] if in_training else ["Joint.forward"])
 
 
+class SavesAnother(FusedOperation):
+    """Leaves nothing for the Linear, and what a Linear saves for the activation."""
+
+    pattern = (ops.Linear, ops.GELU)
+    passes = "forward"
+
+    def fuser_forward(self, ctxs: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+        if ctxs[1].needs_grad:
+            ctxs[1].saved = ops.Linear.Saved(x)
+        return x @ ctxs[0].param("weight").T, {}
+
+
+def test_what_a_forward_fusion_has_not_saved_is_named_where_backward_reads_it() -> None:
+    y = Sequential(ops.Linear(4, 4), ops.GELU(), fusions=(SavesAnother,))(torch.ones(2, 4))
+    message = (
+        r"In operation 1 \(GELU\): .*\. SavesAnother ran forward and left a Linear.Saved for GELU. Fill ctx.saved as "
+        "the operations do."
+    )
+    with pytest.raises(ValueError, match=message):
+        y.sum().backward()
+
+
 class WithoutGradients(ForwardOnly):
     @classmethod
     def why_not(cls, operations: Any, request: Any) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor, UntypedStorage, strided
 
+from ops.runner.built_in import is_built_in
 from ops.runner.callers_buffers import CallersBuffer, overlap
 from ops.runner.context import OperationContext, at_tensor, state_of
 from ops.runner.in_place import memory_of
@@ -17,7 +18,7 @@ from ops.runner.nested_backward import retains_graph
 from ops.runner.parameters import held_parameter
 from ops.runner.program import Program, Wiring
 from ops.runner.repeat import OperationState, RepeatedStep, may_repeat
-from ops.runner.saved import unflatten
+from ops.runner.saved import Spec, unflatten
 from recipes.amax_reduction import may_reduce
 from recipes.first_forwards import ForwardWithGrad
 from recipes.pending import PendingUpdates
@@ -154,7 +155,8 @@ def _run(
             step = OperationBackward(record, wiring, kept, dx, d_outputs, own, unwanted, lent)
             dx, slots, of_parameters, names, of_extras = _run_step(step, updates, repeats)
         except Exception as error:
-            raise_located(record.labels, wiring.step.indices[0], wiring.step.of(record.operations), error)
+            operation = wiring.step.of(record.operations)
+            raise_located(record.labels, wiring.step.indices[0], operation, error, _left_by_others(record, wiring))
         for slot, gradient in zip(slots, of_parameters, strict=True):
             d_parameters[slot] = gradient
         for name, gradient in zip(names, of_extras, strict=True):
@@ -162,6 +164,24 @@ def _run(
         if isinstance(dx, Tensor | GatheredRows) and dx.dtype != wiring.upstream_dtype:
             dx = dx.to(wiring.upstream_dtype)
     return apart(for_autograd(record, dx, d_parameters, d_extras), record)
+
+
+def _left_by_others(record: Record, wiring: Wiring) -> str:
+    """What forward fusions from outside of this repository left for the step, as sentences: they may have caused its
+    error. Nothing if there are none."""
+    says = ""
+    for step in (forward.step for forward in record.program.forward):
+        kind = type(step.operation)
+        covered = [index for index in step.indices if index in wiring.step.indices]
+        is_theirs = step.fused and kind.__module__.partition(".")[0] != "fused" and not is_built_in(kind)
+        if is_theirs and covered and step.operation is not wiring.step.operation:
+            left = [_words_of(record.states[at].saved, record.operations[at]) for at in covered]
+            says += f" {kind.__name__} ran forward and left {', '.join(left)}. Fill ctx.saved as the operations do."
+    return says
+
+
+def _words_of(saved: Spec, operation: Any) -> str:
+    return f"{'nothing' if saved is None else f'a {saved[0].__qualname__}'} for {type(operation).__name__}"
 
 
 def _check_destinations(record: Record, unwanted: frozenset[int]) -> None:
@@ -481,10 +501,14 @@ def _total(contributions: list[Tensor]) -> Tensor:
     return total
 
 
-def raise_located(labels: Sequence[str], index: int, operation: Any, error: Exception) -> NoReturn:
-    """Raise the same error with the operation and its place in front; one of another class gets it as a note."""
+def raise_located(labels: Sequence[str], index: int, operation: Any, error: Exception, says: str = "") -> NoReturn:
+    """Raise the same error with the operation and its place in front; one of another class gets it as a note.
+
+    says: sentences to stand behind it
+    """
     where = f"In operation {labels[index]} ({type(operation).__name__})"
     if type(error) in (ValueError, TypeError, RuntimeError, NotImplementedError):
-        raise type(error)(f"{where}: {error}") from error
-    error.add_note(f"{where}.")
+        happened = f"{str(error).rstrip('.')}.{says}" if says else error
+        raise type(error)(f"{where}: {happened}") from error
+    error.add_note(f"{where}.{says}")
     raise error
