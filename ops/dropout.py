@@ -53,7 +53,7 @@ class Dropout(ElementwiseOperation):
         return self.compute(dy, operand), None
 
     def why_not_batch_invariant(self, request: PlanRequest) -> str | None:
-        drops = request.training and self.p > 0
+        drops = self.training and self.p > 0
         return (
             "in training it drops elements by their position in the batch. Call eval(), or take p=0." if drops else None
         )

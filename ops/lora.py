@@ -272,7 +272,7 @@ class LowRankAdapter(OperationWithWeights):
         return product if self.factor == 1 else writable(product).mul_(self.factor)
 
     def why_not_batch_invariant(self, request: PlanRequest) -> str | None:
-        if request.training and self.dropout and not self.merged:
+        if self.training and self.dropout and not self.merged:
             return "in training its dropout is by the position in the batch. Call eval(), or take dropout=0."
         return super().why_not_batch_invariant(request)
 

@@ -26,7 +26,7 @@ class PlanRequest(NamedTuple):
                    parameter, else x's; float64 if any parameter is float64
     needs: whether x requires grad; whether each parameter does, in the order of the operations; the names of the
            extra inputs that do. All False without grad mode.
-    training: whether anything is saved for backward
+    training: whether the Sequential is in training mode; each operation has a mode of its own
     path: "grouped" or "split" if the caller forces one, else None
     fusions_version: a counter of the changes to the registered fusions
     """

@@ -362,6 +362,19 @@ def test_dropout_of_an_adapter_is_refused_in_training_alone():
         layer.eval()(x)
 
 
+@pytest.mark.parametrize("make", [lambda: ops.Dropout(0.5), lambda: LoRALinear(ops.Linear(16, 16), 4, 8.0, 0.5)])
+def test_whether_dropout_is_refused_follows_the_mode_of_its_operation(make):
+    layer, x = Sequential(make()), torch.randn(3, 16)
+    for around, own in product((True, False), repeat=2):
+        layer.train(around)[0].train(own)
+        with autocast(batch_invariant=True):
+            if own:
+                with pytest.raises(ValueError, match="in training"):
+                    layer(x)
+            else:
+                layer(x)
+
+
 def test_sums_over_ranks_are_refused():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
