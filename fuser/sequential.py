@@ -428,9 +428,13 @@ def _check_outputs(module: nn.Module, result: Any, wanted: Sequence[str]) -> Non
 
 def _checked(module: object) -> nn.Module:
     if not isinstance(module, nn.Module):
-        is_function = callable(module) and not isinstance(module, type)
-        mend = f" Wrap it: ops.Torch({getattr(module, '__name__', 'function')})." if is_function else ""
-        if isinstance(module, list | tuple | Iterator):
+        kind, mend = type(module).__name__, ""
+        if isinstance(module, type):
+            kind = "class"
+            mend = f" Give an instance of it: {module.__name__}(...)." if issubclass(module, nn.Module) else ""
+        elif callable(module):
+            mend = f" Wrap it: ops.Torch({getattr(module, '__name__', 'function')})."
+        elif isinstance(module, list | tuple | Iterator):
             mend = " Unpack it: Sequential(*modules)."
-        raise TypeError(f"{module!r} is a {type(module).__name__}, not a torch.nn.Module.{mend}")
+        raise TypeError(f"{module!r} is a {kind}, not a torch.nn.Module.{mend}")
     return module

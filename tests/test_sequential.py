@@ -258,8 +258,14 @@ def test_a_state_dict_of_torch_loads() -> None:
 def test_a_function_is_refused_with_the_module_that_wraps_it() -> None:
     with pytest.raises(TypeError, match=r"is a builtin_function_or_method, .* Wrap it: ops.Torch\(relu\)"):
         Sequential(torch.relu)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"is a type, not a torch\.nn\.Module\.$"):
-        Sequential(nn.ReLU)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [nn.ReLU, ops.GELU])
+def test_a_class_is_refused_with_the_instance_that_is_needed(kind: Any) -> None:
+    with pytest.raises(TypeError, match=rf"is a class, not a torch\.nn\.Module\. Give .*: {kind.__name__}\(\.\.\.\)"):
+        Sequential(kind)
+    with pytest.raises(TypeError, match=r"is a class, not a torch\.nn\.Module\.$"):
+        Sequential(int)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("given", [modules(2), tuple(modules(2)), iter(modules(2))], ids=["list", "tuple", "iterator"])
