@@ -447,6 +447,27 @@ def test_placeholders_are_taken_as_grad_without_a_copy_and_freed_with_it() -> No
 
 
 @FEW
+@pytest.mark.parametrize("flat", [False, True], ids=["in shape", "flat"])
+def test_a_main_grad_that_is_grad_too_gets_no_placeholder_added(model: str, flat: bool) -> None:
+    """So an optimizer steps it, and clears it with `zero_grad(set_to_none=False)`."""
+    sequential = make(model, accumulate_into_main_grad=True)
+    give_main_grads(sequential, 0.0)
+    weights = weights_of(sequential)
+    for weight in weights.values():
+        buffer = weight.main_grad
+        weight.main_grad = buffer.flatten() if flat else buffer
+        weight.grad = weight.main_grad.view(weight.shape)
+    for seeds in ((1, 2), (3,)):
+        expected = gradients(make(model), *seeds)
+        for seed in seeds:
+            backward(sequential, seed)
+        for name, weight in weights.items():
+            assert weight.grad.data_ptr() == weight.main_grad.data_ptr()
+            assert_near(weight.grad, expected[name])
+        sequential.zero_grad(set_to_none=False)
+
+
+@FEW
 def test_anomaly_mode_finds_no_nan_in_placeholders(model: str) -> None:
     expected = gradients(make(model), 1)
     sequential = make(model, accumulate_into_main_grad=True)

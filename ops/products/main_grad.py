@@ -21,8 +21,9 @@ What the owner of the buffers (a data-parallel wrapper) sets on a weight, read w
     zero_out_wgrad              True: another path of autograd brings a gradient of this weight too
 
 With main_grad autograd gets None for a weight; but of one that has `grad_added_to_main_grad` a placeholder of its
-shape, dtype and device, so that the hooks behind it see a `.grad`: without values, or zeros with `zero_out_wgrad` and
-where torch's anomaly mode looks for NaN.
+shape, dtype and device, so that the hooks behind it see a `.grad`: without values, or zeros with `zero_out_wgrad`,
+where torch's anomaly mode looks for NaN, and where the owner has made main_grad itself the weight's `.grad`, to which
+autograd adds it.
 What is wrong with a main_grad is found before any of the pipeline's is written (of Megatron's FSDP, when it is asked
 for).
 Gradients of biases are autograd's in all cases, at once.
@@ -53,6 +54,7 @@ from ops.products.product import store
 from ops.runner.backward import raise_located
 from ops.runner.checked import Checked
 from ops.runner.context import OperationContext
+from ops.runner.in_place import memory_of
 from ops.runner.nested_backward import outermost_backward, undo_on_failure
 from ops.runner.operation import BasicOperation
 from ops.runner.parameters import held_parameter
@@ -546,7 +548,14 @@ def _placeholder_kind(weight: Any) -> str:
     if not hasattr(weight, "grad_added_to_main_grad"):
         return "none"
     looked_at = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
-    return "zeros" if looked_at or getattr(weight, "zero_out_wgrad", False) else "empty"
+    needs_values = looked_at or getattr(weight, "zero_out_wgrad", False) or _has_main_grad_as_grad(weight)
+    return "zeros" if needs_values else "empty"
+
+
+def _has_main_grad_as_grad(weight: Any) -> bool:
+    """Whether `.grad` lies in the memory of main_grad, so that what autograd adds to the one is added to the other."""
+    main_grad = getattr(weight, "main_grad", None)
+    return main_grad is not None and weight.grad is not None and memory_of(weight.grad) == memory_of(main_grad)
 
 
 def _add_to_grad(weight: Tensor, dw: Tensor, copy: bool) -> None:
