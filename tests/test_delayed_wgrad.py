@@ -107,6 +107,22 @@ def test_without_main_grad_it_adds_in_place_to_what_is_in_grad(model: str, devic
         assert weight.grad is given[name] and torch.equal(weight.grad, 2 + expected[name])
 
 
+@pytest.mark.parametrize("grad_dtype", [None, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("model", FEW_MODELS)
+def test_grad_has_the_dtype_that_the_weight_asks_for(model: str, grad_dtype: torch.dtype | None) -> None:
+    at_once, later = (make(model, dtype=torch.bfloat16, delay_wgrad_compute=delay) for delay in (False, True))
+    for sequential in (at_once, later):
+        for weight in weights_of(sequential).values():
+            weight.grad_dtype = grad_dtype
+        for seed in (1, 2):
+            backward(sequential, seed)
+    later.backward_dw()
+    later.backward_dw()
+    for expected, weight in zip(weights_of(at_once).values(), weights_of(later).values(), strict=True):
+        assert weight.grad.dtype == (grad_dtype or torch.bfloat16)
+        assert torch.equal(weight.grad, expected.grad)
+
+
 def test_one_call_computes_both_uses_in_one_backward_but_not_the_next_backward() -> None:
     sequential = make("linear", delay_wgrad_compute=True)
     (sequential(torch.ones(2, IN)).sum() + sequential(torch.ones(3, IN)).sum()).backward()

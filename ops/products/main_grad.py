@@ -561,6 +561,6 @@ def _has_main_grad_as_grad(weight: Any) -> bool:
 def _add_to_grad(weight: Tensor, dw: Tensor, copy: bool) -> None:
     """copy: dw is memory of a graph, which the next replay overwrites."""
     if weight.grad is None:
-        weight.grad = dw.to(weight.dtype, copy=copy)
+        weight.grad = dw.to(weight.grad_dtype or weight.dtype, copy=copy)
     else:
         weight.grad += dw
