@@ -2,6 +2,9 @@
 
 import copy
 import gc
+import sys
+import threading
+from collections import deque
 from contextlib import nullcontext
 
 import pytest
@@ -200,6 +203,35 @@ def test_one_that_was_never_left_ends_with_its_object():
     assert model[0].weights_scope is scope
     del scope
     assert model[0].weights_scope is None
+
+
+def test_a_step_ends_scopes_while_another_thread_opens_some():
+    mine, theirs = ops.Linear(32, 32), ops.Linear(32, 32)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    optimizer = torch.optim.SGD([parameter])
+    opened, done = deque(maxlen=100), threading.Event()
+
+    def open_some():
+        while not done.is_set():
+            opened.append(constant_weights(theirs))
+            opened[-1].__enter__()
+
+    thread = threading.Thread(target=open_some)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        for _ in range(20):
+            scopes = [constant_weights(mine) for _ in range(500)]
+            for scope in scopes:
+                scope.__enter__()
+            optimizer.step()
+    finally:
+        done.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert mine.weights_scope is None
 
 
 def test_a_scope_inside_of_another_does_nothing():

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from ops.runner.context import state_of
 from ops.runner.operation import BasicOperation
 from recipes.stack import are_replayed, open_entries
 from recipes.tensors.quantizer import Quantizer
+
+T = TypeVar("T")
 
 
 class constant_weights:
@@ -65,7 +67,7 @@ class constant_weights:
         for operation in self._operations:
             if operation.weights_scope is None:
                 operation.set_weights_scope(self)
-        _open.add(self)
+        _open[self] = None
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.end()
@@ -77,7 +79,7 @@ class constant_weights:
                 operation.set_weights_scope(None)
         self._kept.clear()
         self._values.clear()
-        _open.discard(self)
+        _open.pop(self, None)
 
     @property
     def nbytes(self) -> int:
@@ -181,17 +183,19 @@ class FrozenWeights(constant_weights):
     scale must not stay. It does not keep the operation, which holds it, alive.
     """
 
+    _kept: WeakKeyDictionary[BasicOperation, QuantizedWeights]
+
     def __init__(self) -> None:
         self._operations = []
         self._debug = False
-        self._kept = weakref.WeakKeyDictionary()
+        self._kept = WeakKeyDictionary()
         self._values = {}
         _end_with_optimizers()
-        _of_frozen.add(self)
+        _of_frozen[self] = None
 
     def note_step(self) -> None:
         """An optimizer has stepped: its weights too, if they require grad, or have one, since the last forward."""
-        for operation in list(self._kept):
+        for operation in _keys_now(self._kept):
             operation.note_unseen_use()
 
     def end(self) -> None:
@@ -214,17 +218,22 @@ class FrozenWeights(constant_weights):
         return super().copies(operation, parameters, key, quantizer, quantize, rowwise, columnwise, values_in)
 
 
-_open: weakref.WeakSet[constant_weights] = weakref.WeakSet()
-_of_frozen: weakref.WeakSet[FrozenWeights] = weakref.WeakSet()
+_open: WeakKeyDictionary[constant_weights, None] = WeakKeyDictionary()  # a WeakSet has no `keyrefs`
+_of_frozen: WeakKeyDictionary[FrozenWeights, None] = WeakKeyDictionary()
 _hook: list[Any] = []
 
 
 def end_constant_weights(*_: Any) -> None:
     """End all scopes that are open, and those of weights that are trained by now: weights have changed."""
-    for scope in list(_open):
+    for scope in _keys_now(_open):
         scope.end()
-    for scope in list(_of_frozen):
-        scope.note_step()
+    for frozen in _keys_now(_of_frozen):
+        frozen.note_step()
+
+
+def _keys_now(held: WeakKeyDictionary[T, Any]) -> list[T]:
+    """Its keys. Another thread may add one meanwhile, which ends an iteration over it with an error."""
+    return [key for reference in held.keyrefs() if (key := reference()) is not None]
 
 
 def _end_with_optimizers() -> None:
