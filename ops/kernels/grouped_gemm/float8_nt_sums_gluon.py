@@ -52,24 +52,10 @@ def transposed(codes, CONSUMER: gl.constexpr, N: gl.constexpr):
     where 8 is in t, in the layout, and the registers of these threads change places.
     """
     pairs_layout: gl.constexpr = gl.SharedLinearLayout(
-        [
-            [0, 1],
-            [0, 2],
-            [0, 4],
-            [0, 8],
-            [0, 16],
-            [0, 32],
-            [1, 8],
-            [2, 16],
-            [4, 32],
-            [10, 0],
-            [16, 0],
-            [32, 0],
-            [64, 0],
-        ],
-        [],
-        1024,
-    )
+        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [1, 8], [2, 16], [4, 32], [10, 0], [16, 0], [32, 0],
+         [64, 0]],
+        [], 1024,
+    )  # fmt: skip
     layout: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[1, 0], [2, 0], [16, 0], [32, 0], [64, 0]],
         lane_bases=[[4, 0], [8, 0], [0, 1], [0, 2], [0, 4]],
