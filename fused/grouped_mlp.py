@@ -311,7 +311,7 @@ class GroupedMLP(FusedOperation):
         dh_copies = fc1.copies_of_grad(fc1_ctx, dact, splits)
         gradients = fc1_ctx.quantizer(Role.GRAD_OUTPUT) if any(dh_copies.values()) else None
         alone = False
-        if not reads_act and (wgrad or fc1.needs_weight_grad(fc1_ctx)) and fits(step, saved.h, dact):
+        if not reads_act and (wgrad or dh_copies["columnwise"]) and fits(step, saved.h, dact):
             quantizers = (gradients, inputs) if wgrad else (gradients,)
             alone = casts_in_backward(step, dact.dtype, dact.shape[1], dact.device, *quantizers)
         if wgrad:

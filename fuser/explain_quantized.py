@@ -61,7 +61,9 @@ def _fate(
     if reason is not None:
         return f"dequantized for {where}, and quantized anew: {reason}"
     missing = [each for each, need in needed.items() if need and getattr(quantized, each) is None]
-    made = f"; its {missing[0]} copy is made of these values, so rounded twice" if missing else ""
+    made = ""
+    if missing:
+        made = f"; where a product reads a {missing[0]} copy, that is made of these values, so rounded twice"
     return f"codes multiplied as they are by {where}{made}"
 
 

@@ -19,7 +19,7 @@ Capability = tuple[int, int]  # compute capability of a GPU; (9, 0) is Hopper
 
 LAYOUTS: dict[Product, GemmLayout] = {"fprop": "TN", "dgrad": "NN", "wgrad": "NT"}
 
-# layout -> whether the first and the second operand are read columnwise
+# layout -> whether the first and the second operand are read columnwise; dy of NT may also lie in rows
 COLUMNWISE: dict[GemmLayout, tuple[bool, bool]] = {"TN": (False, False), "NN": (False, True), "NT": (True, True)}
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)

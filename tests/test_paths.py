@@ -281,6 +281,18 @@ def test_the_recipes_path_is_the_one_that_runs(recipe, monkeypatch):
 # --------------------------------------------------------------------------------------------------- dy in rows
 
 
+class ValuesQuantizer(CurrentScalingQuantizer):
+    """Of which no product multiplies codes."""
+
+    def dequantized_rows(self, x, splits, dtype, **copies):
+        return self.quantize_grouped(x, splits, **copies)
+
+
+class OfValues(Float8CurrentScaling):
+    def quantizer(self, role: Role) -> Quantizer:
+        return ValuesQuantizer(**vars(super().quantizer(role)))
+
+
 def reads_rows(recipe: Recipe, *, rows: int = 4096, shape=(1536, 2048), groups: int = 8, dy=BF16, path=GroupedPath):
     splits = Splits.make([rows // groups] * groups, rows=rows, device="cpu")
     return path(recipe, capability=(9, 0)).wgrad_reads_rows(dy, splits, shape)
@@ -291,13 +303,20 @@ def test_no_columnwise_copy_of_dy_is_made_where_wgrad_reads_its_rows(monkeypatch
     for recipe in (Float8CurrentScaling(), DelayedScaling()):
         assert reads_rows(recipe) and reads_rows(recipe, rows=100) and reads_rows(recipe, shape=(2048, 768))
         assert not reads_rows(recipe, path=SplitPath)
-        assert not reads_rows(recipe, shape=(1544, 2048)), "rows are not a multiple of 16 bytes apart"
+        assert not reads_rows(recipe, shape=(1544, 2048)), "rows of dy are not a multiple of 16 bytes apart"
+        assert not reads_rows(recipe, shape=(1536, 1004)), "rows of dw are not"
         assert not reads_rows(recipe, shape=(4096, 7168)), "x has many features"
         assert not reads_rows(recipe, rows=16384, shape=(7168, 2048)), "groups have many rows"
         assert not reads_rows(recipe, dy=BF16.double())
     assert not reads_rows(Float8CurrentScaling(split_accumulator_wgrad=False))
     for recipe in (HighPrecision(), Float8BlockScaling(), Float8RowwiseScaling(), MXFP8BlockScaling()):
         assert not reads_rows(recipe)
+    splits = Splits.make([2, 2], rows=4, device="cpu")
+    quantizer = Float8CurrentScaling().quantizer(Role.GRAD_OUTPUT)
+    for copies, expected in ((False, True), (True, False)):
+        given = quantizer.quantize_grouped(torch.randn(4, 32).bfloat16(), splits, rowwise=True, columnwise=copies)
+        assert reads_rows(Float8CurrentScaling(), dy=given) == expected, "both copies are there"
+    assert not reads_rows(OfValues())
     monkeypatch.setattr("ops.kernels.grouped_gemm.tile_rules_float8.why_no_gluon", lambda capability: "No.")
     assert not reads_rows(Float8CurrentScaling())
 

@@ -162,7 +162,7 @@ class OperationWithWeights(BasicOperation):
         return placeholders
 
     def adds_in_float32(self, ctx: OperationContext) -> bool:
-        """Whether what gradients of weights are added to is float32, or is not known: autograd gets them."""
+        """Whether products add weight gradients to float32, or to nothing: without main_grad they are new memory."""
         if not self.accumulate_into_main_grad:
             return True
         buffers = [getattr(weight, "main_grad", None) for weight in self._wanted_weights(ctx).values()]

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -108,8 +108,9 @@ class GroupedPath:
         columnwise: bool,
         saved: bool = False,
     ) -> GroupedTensor:
-        """x [T, K] as an operand: rowwise for fprop and dgrad, columnwise for wgrad. A quantized x is taken as
-        `ops.products.product.quantized` does, gathered rows are copied unless the quantizer reads them where they lie.
+        """x [T, K] as an operand: rowwise for fprop and dgrad, columnwise for wgrad (dy rowwise: `wgrad_reads_rows`). A
+        quantized x is taken as `ops.products.product.quantized` does, gathered rows are copied unless the quantizer
+        reads them where they lie.
 
         saved: the columnwise copy is kept for backward, as codes. Other copies of codes that no product multiplies are
         made as their values, where the cast can write these.
@@ -283,19 +284,25 @@ class GroupedPath:
 
     def wgrad_reads_rows(self, dy: Any, splits: Splits, shape: tuple[int, int]) -> bool:
         """Whether wgrad multiplies the rowwise copy of dy, and no columnwise one is made. shape: of a weight, [N, K]"""
-        if self.capability is None or not self.recipe.split_accumulator("wgrad"):
+        if self.capability is None or not self._splits_sums_of_codes_per_tensor:
             return False
-        for role in (Role.GRAD_OUTPUT, Role.INPUT):
-            quantizer = self.recipe.quantizer(role)
-            if not (isinstance(quantizer, SpecQuantizer) and quantizer.casts_by_spec()):
-                return False
-            if quantizer.spec.float8_scaling != "tensor":
-                return False
+        if isinstance(dy, GroupedTensor) and (dy.rowwise is None or dy.columnwise is not None):
+            return False
         if why_not_native("NT", "tensor", "tensor", dy.dtype, self.capability) is not None:
             return False
-        if isinstance(dy, GroupedTensor) and dy.rowwise is None:
-            return False
         return nt_reads_rows(splits.rows, splits.num_groups, *shape, self.capability)
+
+    @cached_property
+    def _splits_sums_of_codes_per_tensor(self) -> bool:
+        """Whether wgrad multiplies codes with one scale a tensor, as the spec casts them, in split accumulation."""
+        quantizers = [self.recipe.quantizer(role) for role in (Role.GRAD_OUTPUT, Role.INPUT)]
+        return self.recipe.split_accumulator("wgrad") and all(
+            isinstance(q, SpecQuantizer)
+            and q.casts_by_spec()
+            and type(q).dequantized_rows is SpecQuantizer.dequantized_rows
+            and q.spec.float8_scaling == "tensor"
+            for q in quantizers
+        )
 
     def wgrad(
         self,

@@ -59,7 +59,8 @@ class Operand(NamedTuple):
 
 
 class Float8Operand(NamedTuple):
-    """The same of codes that tensor cores take: float8, contiguous along the axis to be contracted.
+    """The same of codes that tensor cores take: float8, contiguous along the axis to be contracted; but dy of wgrad
+    may lie in rows, with one scale a tensor and block 1.
 
     scale: float32, value = code * scale. How it lies follows from `scaling` and is said in the kernel's file.
     block: of a transposed copy, the columns of each group begin at multiples of this and are padded with zeros

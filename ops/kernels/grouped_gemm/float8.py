@@ -220,7 +220,7 @@ def _tn(
 
 
 def grouped_gemm_nt_float8(
-    dy_codes_NP: Tensor,
+    dy_codes: Tensor,
     dy_scale: Tensor,
     x_codes_KP: Tensor,
     x_scale: Tensor,
@@ -240,23 +240,22 @@ def grouped_gemm_nt_float8(
     columns offsets_aligned[g] to offsets_aligned[g + 1], [G + 1] int64, multiples of 16 (per tensor, vectors) or 128
     (1x128 scales); what pads it is zeros. row_offsets: [G + 1] int64, if dy_codes is the rowwise copy [T, N] that these
     divide, per tensor; without the kernel in Gluon, and in fast accumulation, it is transposed before the product.
-    Scales: see the top of the file. out: [G, N, K]. out_dtype and
-    split_accumulation: as `grouped_gemm_tn_float8`. A group without columns gets zeros; accumulate, which needs `out`:
-    out += dw, summed in float32 and rounded once, and the part of such a group is untouched. reverse, spare:
-    as `grouped_gemm_nt`.
+    Scales: see the top of the file. out: [G, N, K]. out_dtype and split_accumulation: as `grouped_gemm_tn_float8`. A
+    group without columns gets zeros; accumulate, which needs `out`: out += dw, summed in float32 and rounded once, and
+    the part of such a group is untouched. reverse, spare: as `grouped_gemm_nt`.
     """
-    if dy_codes_NP.device.type == "cuda":
+    if dy_codes.device.type == "cuda":
         return _nt(
-            dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned, row_offsets, out, out_dtype,
+            dy_codes, dy_scale, x_codes_KP, x_scale, offsets_aligned, row_offsets, out, out_dtype,
             split_accumulation, accumulate, reverse, spare,
         )  # fmt: skip
     out = _checked_nt(
-        dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned, row_offsets, out, out_dtype, accumulate, reverse
+        dy_codes, dy_scale, x_codes_KP, x_scale, offsets_aligned, row_offsets, out, out_dtype, accumulate, reverse
     )
     if row_offsets is not None:
-        dy_codes_NP = _transposed(dy_codes_NP, row_offsets, offsets_aligned, x_codes_KP.shape[1])
+        dy_codes = _transposed(dy_codes, row_offsets, offsets_aligned, x_codes_KP.shape[1])
     dw = grouped_gemm_nt_float8_ref(
-        dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned, out_dtype=torch.float32
+        dy_codes, dy_scale, x_codes_KP, x_scale, offsets_aligned, out_dtype=torch.float32
     )  # fmt: skip
     empty = offsets_aligned[1:] == offsets_aligned[:-1]
     if reverse:
@@ -267,7 +266,7 @@ def grouped_gemm_nt_float8(
 
 
 def _checked_nt(
-    dy_codes_NP: Tensor,
+    dy_codes: Tensor,
     dy_scale: Tensor,
     x_codes_KP: Tensor,
     x_scale: Tensor,
@@ -280,15 +279,15 @@ def _checked_nt(
 ) -> Tensor:
     """`out`, or a new one, once the operands fit together."""
     check_accumulate(out, accumulate, reverse)
-    check_nt(dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned, row_offsets)
-    N = dy_codes_NP.shape[0 if row_offsets is None else 1]
+    check_nt(dy_codes, dy_scale, x_codes_KP, x_scale, offsets_aligned, row_offsets)
+    N = dy_codes.shape[0 if row_offsets is None else 1]
     shape = (offsets_aligned.shape[0] - 1, N, x_codes_KP.shape[0])
-    return output(out, shape, None if out is not None else out_dtype, dy_codes_NP)
+    return output(out, shape, None if out is not None else out_dtype, dy_codes)
 
 
 @replayed
 def _nt(
-    dy_codes_NP: Tensor,
+    dy_codes: Tensor,
     dy_scale: Tensor,
     x_codes_KP: Tensor,
     x_scale: Tensor,
@@ -303,14 +302,14 @@ def _nt(
 ) -> Tensor:
     """Checks, allocates and launches NT."""
     out = _checked_nt(
-        dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned, row_offsets, out, out_dtype, accumulate, reverse
+        dy_codes, dy_scale, x_codes_KP, x_scale, offsets_aligned, row_offsets, out, out_dtype, accumulate, reverse
     )
     num_groups = out.shape[0]
     target = out
     if num_groups and not out[0].is_contiguous():
         target = out.contiguous() if accumulate else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     grouped_gemm_nt_float8_triton(
-        with_aligned_rows(dy_codes_NP) if row_offsets is None else dy_codes_NP,
+        with_aligned_rows(dy_codes) if row_offsets is None else dy_codes,
         _ready(dy_scale, num_groups),
         with_aligned_rows(x_codes_KP),
         _ready(x_scale, num_groups),
@@ -326,14 +325,16 @@ def _nt(
 
 
 def _transposed(codes_TN: Tensor, offsets: Tensor, aligned: Tensor, columns: int) -> Tensor:
-    """The transposed columnwise copy [N, P] of rows, in which each group begins where `aligned` says, after zeros."""
-    if not codes_TN.numel():
+    """The transposed columnwise copy [N, P] of rows, in which each group begins where `aligned` says and is padded with
+    zeros. Repeatable: its operations are those whose shapes torch knows before."""
+    if not codes_TN.numel() or len(offsets) == 1:
         return codes_TN.new_zeros(codes_TN.shape[1], columns)
     column = torch.arange(columns, device=codes_TN.device)
     group = torch.searchsorted(aligned[1:], column, right=True).clamp_(max=len(offsets) - 2)
-    row = column + (offsets[:-1] - aligned[:-1])[group]
-    rows = codes_TN.view(torch.uint8)[row.clamp(max=len(codes_TN) - 1)]
-    return rows.masked_fill_((row >= offsets[1:][group])[:, None], 0).T.contiguous().view(codes_TN.dtype)
+    row = column + (offsets[:-1] - aligned[:-1]).index_select(0, group)
+    rows = codes_TN.view(torch.uint8).index_select(0, row.clamp(max=len(codes_TN) - 1))
+    past = row >= offsets[1:].index_select(0, group)
+    return rows.masked_fill_(past[:, None], 0).T.contiguous().view(codes_TN.dtype)
 
 
 _m_grouped, _m_grouped_persistent = Launch(m_grouped_kernel), Launch(m_grouped_float8_persistent_kernel)

@@ -251,7 +251,8 @@ def k_grouped_float8_gluon_kernel(
     HEIGHT: gl.constexpr = dw.block_type.numel // dw.block_shape[-1]
     CONSUMERS: gl.constexpr = BLOCK_M // HEIGHT
     BOXES_OF_DY: gl.constexpr = BLOCK_M * BLOCK_K // dy.block_type.numel
-    gl.static_assert(row_offsets_ptr is None or (LAYOUT == "tensor" and PROMOTE), "rows are taken so alone")
+    takes_rows: gl.constexpr = LAYOUT == "tensor" and PROMOTE and BOXES_OF_DY == 1
+    gl.static_assert(row_offsets_ptr is None or takes_rows, "rows are transposed for no others")
     gl.static_assert(CONSUMERS == (3 if LAYOUT == "row" and not FETCH else 2), "there are no such roles")
     ROW_SCALES: gl.constexpr = (256 if BLOCK_M == 192 else BLOCK_M) if LAYOUT == "row" else 1
     COLUMN_SCALES: gl.constexpr = BLOCK_N if LAYOUT == "row" else 1

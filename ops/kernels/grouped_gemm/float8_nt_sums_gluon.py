@@ -5,8 +5,6 @@
     sum_blocks    each step is multiplied by its scales of blocks and added
     sum_and_scale one of these by the layout of scales, times the scales that hold for all steps
 
-Codes of dy that lie in rows are transposed on their way to registers (`transposed`), for split accumulation alone.
-
 What is stored meanwhile, the tile before, is given to each (`stores_gluon`).
 
 Import this only where `recipes.triton.gates.why_no_gluon` says None.

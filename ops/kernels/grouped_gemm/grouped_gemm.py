@@ -5,7 +5,8 @@
     k_grouped   NT   dw_g  = dy_g^T x_g                 the sum runs over rows
 
 Values go to the kernels of `high_precision`, with factors that hold for a whole tensor applied to the float32 sum;
-codes go to those of `float8`, which need both operands along the summed axis. Everything else is said there.
+codes go to those of `float8`, which need both operands along the summed axis, or dy of NT in rows. Everything else is
+said there.
 """
 # T rows, G groups
 

@@ -82,7 +82,7 @@ def add_to_global(tensor_desc, coord, src, _semantic=None):
 
 @gluon.jit
 def place_of(dw, matrix, row):
-    """Coordinates of a row but for its column. dw: [G, N, K], or so as `descriptor_by_parity` has it."""
+    """Coordinates of a row but for its column. dw: [G, N, K], or as `descriptor_by_parity` describes it."""
     if len(dw.block_shape) == 3:
         return matrix, row
     else:

@@ -114,7 +114,7 @@ def nt_reads_rows(rows: int, num_groups: int, N: int, K: int, capability: tuple[
     Transposing costs the product 0 to 15 %, the more the longer its sums are, and where x [rows, K] has many features
     that is more than the copy, N * rows bytes, takes. Measured at 100 to 2048 rows a group (`tuning.md`).
     """
-    if why_no_gluon(capability) is not None or num_groups > GLUON_GROUPS or N % 16 or not rows:
+    if why_no_gluon(capability) is not None or num_groups > GLUON_GROUPS or N % 16 or K % 8 or not rows:
         return False
     return K <= 2048 and rows * K <= 1024 * 2048 * num_groups
 
