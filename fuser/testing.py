@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -160,15 +161,16 @@ def check_fusion(
 
 
 def _is_used(layout: Layout, recipe: Recipe, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether any plan for this recipe, device and dtype contains a fused step."""
-    for stage in layout.stages:
-        if isinstance(stage.runner, Pipeline):
-            pipeline = stage.runner
-            path = pipeline.path or recipe.path
-            request = PlanRequest(recipe, device, dtype, pipeline.all_needs(True), True, path, fusions_version())
-            plan = pipeline.planner(pipeline.operations, request)
-            if any(step.fused for step in (*plan.forward, *plan.backward)):
-                return True
+    """Whether any plan for this recipe, device and dtype contains a fused step, in grad mode or without."""
+    pipelines = [stage.runner for stage in layout.stages if isinstance(stage.runner, Pipeline)]
+    for pipeline, grad_mode in itertools.product(pipelines, (True, False)):
+        path = pipeline.path or recipe.path
+        with torch.set_grad_enabled(grad_mode):
+            needs = pipeline.needs_now(True)
+        request = PlanRequest(recipe, device, dtype, needs, True, path, fusions_version())
+        plan = pipeline.planner(pipeline.operations, request)
+        if any(step.fused for step in (*plan.forward, *plan.backward)):
+            return True
     return False
 
 

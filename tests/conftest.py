@@ -3,7 +3,7 @@
 Marks: `gpu` needs a CUDA device, `gpu2` two of them. `interpreter` runs Triton kernels on CPU tensors under Triton's
 interpreter; a process uses that for all kernels or for none, so on a CUDA machine these tests are skipped. `triton` is
 what is run once more with other Triton releases in `make test-rest`; every `interpreter` test is, which runs with the
-second release in `make test-exhaustive`. `slow` takes over three seconds.
+second release in `make test-exhaustive`. `slow` takes over 1.2 seconds.
 
 `make test` runs a part, within a quarter of an hour; `make test-rest` runs the others, which are `slow`, or marked
 `rest`: by hand, or because of `pairwise` (`tests.pairwise`); `make test-exhaustive` runs what is marked so, before

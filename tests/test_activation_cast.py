@@ -118,6 +118,7 @@ def test_what_is_cast_is_what_would_be_stored_cast(rule, dtype, copies, form, sc
     check_casts(per_tensor(form, rule), dtype, copies, scaled, kind, device)
 
 
+@pytest.mark.slow
 @pytest.mark.pairwise(first=1, rest=2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["swiglu", "interleaved", "srelu"])

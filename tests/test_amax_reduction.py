@@ -50,6 +50,7 @@ def reduce_over_groups(rank: int) -> None:
     assert scales(experts, "input") == [64.0, 1.0]
 
 
+@pytest.mark.slow
 def test_amaxes_are_reduced_over_the_group(tmp_path: Path) -> None:
     on_ranks(reduce_over_groups, folder=tmp_path, ranks=RANKS)
 

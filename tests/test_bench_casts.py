@@ -13,6 +13,7 @@ from bench.timing import Timing
 from recipes import Role, Splits
 
 
+@pytest.mark.slow
 def test_the_command_times_every_cast_of_every_recipe(tmp_path, capsys):
     path = tmp_path / "casts.json"
     shape = ["--rows", "64", "--columns", "64", "--rounds", "1"]

@@ -12,6 +12,7 @@ from bench.models import ExpertShape
 SHAPE = ExpertShape(64, 32, num_experts=4, topk=2, tokens=16)
 
 
+@pytest.mark.slow
 def test_a_cpu_says_that_it_has_no_graphs(capsys):
     assert main(["graphs", "--recipes", "bf16,mxfp8,fp8_delayed,nvfp4"]) == 0
     assert "A CPU has no CUDA graphs to show" in capsys.readouterr().out

@@ -47,6 +47,7 @@ CPU = torch.device("cpu")
 TINY = ["recipes", "--model", "tiny-olmoe-1b-7b", "--tokens", "16", "--steps", "2"]
 
 
+@pytest.mark.slow
 def test_the_command_prints_tables_and_writes_json_csv_and_plots(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     paths = {"--json": tmp_path / "r.json", "--csv": tmp_path / "r.csv", "--plot": tmp_path / "plots"}
@@ -82,6 +83,7 @@ def test_the_command_prints_tables_and_writes_json_csv_and_plots(tmp_path, capsy
         assert (paths["--plot"] / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_recipes_alone_are_compared_with_bf16(tmp_path, capsys):
     path = tmp_path / "r.json"
     assert main([*TINY, "--recipes", "fp8_rowwise", "--no-peers", "--json", str(path)]) == 0
@@ -91,6 +93,7 @@ def test_recipes_alone_are_compared_with_bf16(tmp_path, capsys):
     assert "/ torch" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_whole_layer_is_compared_under_recipes(tmp_path, capsys):
     path = tmp_path / "r.json"
     assert main([*TINY, "--layer", "--recipes", "fp8_current", "--routing", "skewed", "--json", str(path)]) == 0

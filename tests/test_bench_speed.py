@@ -44,6 +44,7 @@ def setup(**options):
 # --- the command
 
 
+@pytest.mark.slow
 def test_the_command_runs_end_to_end_and_writes_json_and_a_plot(small, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path, plot = tmp_path / "speed.json", tmp_path / "plots" / "share.png"
@@ -478,6 +479,7 @@ def test_starts_are_measured_in_processes_of_their_own(monkeypatch):
     assert starts.keys() == {"cold", "warm"} and all(abs(seconds) < 60 for seconds in starts.values())
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_says_why():
     with pytest.raises(RuntimeError, match="(?s)bench.start gpt-5 cpu ended with 1: .*KeyError: 'gpt-5'"):
         measure_starts("gpt-5", device="cpu", timeout=120)

@@ -45,6 +45,7 @@ def curve(out):
 # --- what a run leaves behind
 
 
+@pytest.mark.slow
 def test_all_files_are_written(corpus, tmp_path, capsys):
     code = main(arguments(corpus, tmp_path, "--recipe", "bf16,fp8_current,mxfp8", "--steps", 3, "--seeds", 2))
     assert code == 0
@@ -74,6 +75,7 @@ def test_without_matplotlib_the_summary_says_so(corpus, tmp_path, monkeypatch):
     assert not (tmp_path / "loss.png").exists()
 
 
+@pytest.mark.slow
 def test_a_new_run_replaces_the_old_one(corpus, tmp_path):
     main(arguments(corpus, tmp_path, "--recipe", "bf16,mxfp8", "--steps", 2))
     main(arguments(corpus, tmp_path, "--recipe", "bf16", "--steps", 1))
@@ -168,6 +170,7 @@ def test_run_killed_in_the_middle_gives_the_same_curve(corpus, tmp_path):
     assert curve(killed) == curve(whole)
 
 
+@pytest.mark.slow
 def test_resume_goes_on_to_more_steps(corpus, tmp_path):
     options = ("--recipe", "bf16", "--validate-every", 3)
     main(arguments(corpus, tmp_path / "whole", *options, "--steps", 6))
@@ -176,6 +179,7 @@ def test_resume_goes_on_to_more_steps(corpus, tmp_path):
     assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_resume_adds_a_recipe_to_a_finished_comparison(corpus, tmp_path):
     main(arguments(corpus, tmp_path, "--recipe", "bf16", "--steps", 2))
     before = curve(tmp_path)
@@ -198,6 +202,7 @@ def test_resume_refuses_another_corpus(corpus, tmp_path, capsys):
 # --- negative controls
 
 
+@pytest.mark.slow
 def test_controls_are_trained_drawn_dashed_and_not_asked_to_keep_up(corpus, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     for label in list(CONTROLS):
@@ -255,6 +260,7 @@ def test_bad_schedule_is_refused_in_a_sentence(text, sentence):
         RecipeSchedule.parse(text)
 
 
+@pytest.mark.slow
 def test_switched_run_equals_the_first_recipe_up_to_the_switch(corpus, tmp_path):
     main(arguments(corpus, tmp_path / "plain", "--recipe", "bf16", "--steps", 6))
     main(arguments(corpus, tmp_path / "switched", "--recipe", "bf16", "--switch", "4:mxfp8", "--steps", 6))

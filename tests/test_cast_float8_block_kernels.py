@@ -88,6 +88,7 @@ def test_input_that_is_not_contiguous(device):
     check_blocks(device, x[::2, 3:], Float8BlockQuantizer(E4M3, 1, True, 0.0))
 
 
+@pytest.mark.slow
 @EACH_DEVICE
 @pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda form: form.name)
 def test_all_bf16_numbers(device, form):

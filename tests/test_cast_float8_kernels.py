@@ -229,6 +229,7 @@ def test_more_groups_than_are_looked_up_at_a_time(device):
     check(device, wide_range(140, 8), sizes=[1] * 139)
 
 
+@pytest.mark.slow
 @EACH_DEVICE
 @SCALES
 def test_each_group_is_cast_as_if_alone(device, given):
@@ -256,6 +257,7 @@ def test_input_that_is_not_contiguous(device):
     check(device, x[::2, 3:])
 
 
+@pytest.mark.slow
 @EACH_DEVICE
 @FORMS
 @SCALES
@@ -296,6 +298,7 @@ def test_ties_of_all_codes(device, form):
     check(device, x, form)
 
 
+@pytest.mark.slow
 @pytest.mark.launches("transpose_back_kernel")
 @EACH_DEVICE
 @FORMS

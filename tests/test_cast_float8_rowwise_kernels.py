@@ -105,6 +105,7 @@ def test_shapes(device, copies, shape):
     check(device, poisoned(*shape), copies=copies)
 
 
+@pytest.mark.slow
 @EACH_DEVICE
 @pytest.mark.parametrize("dtype", [rest(torch.float16), torch.float32, rest(torch.float64)], ids=str)
 def test_dtypes(device, dtype):

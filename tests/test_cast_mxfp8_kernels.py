@@ -132,6 +132,7 @@ def test_all_bf16_numbers(device, quantizer):
         check_blocks(device, torch.nn.functional.pad(alone[None], (0, 0, 0, 1)), quantizer, rowwise=False)
 
 
+@pytest.mark.slow
 @EACH_DEVICE
 @EACH_FORMAT
 def test_powers_of_two_and_their_neighbours(device, quantizer):
@@ -205,6 +206,7 @@ def test_large_random_splits(quantizer):
     check_blocks("cuda", poisoned(4097, 2048), quantizer)
 
 
+@pytest.mark.slow
 @pytest.mark.pairwise(rest=2)
 @EACH_DEVICE
 @EACH_FORMAT

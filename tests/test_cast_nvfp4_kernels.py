@@ -133,6 +133,7 @@ def test_rows_at_any_address(device, rows):
     assert [bits(tensor) for tensor in found] == [bits(tensor) for tensor in expected]
 
 
+@pytest.mark.slow
 @DEVICE
 @pytest.mark.parametrize("shape", [(1, 1), (17, 5), (16, 16), (3, 130)], ids=str)
 def test_odd_sizes(device, shape):
@@ -254,12 +255,14 @@ def test_whole_tiles_without_pairs(device, kind, columns, dtype):
     check(whole_tile(columns).to(dtype), None, device, **KINDS[kind])
 
 
+@pytest.mark.slow
 def test_inf_that_the_transform_hides_from_the_amax(place):
     x = torch.randn(64, 256)
     x[:4, 7] = float("inf")  # by its signs the transform makes NaN of all 16 numbers below each other
     check(x.bfloat16(), None, place, rht=True, rowwise=False)
 
 
+@pytest.mark.slow
 @DEVICE
 def test_a_row_of_nan_has_no_amax(device):
     x = torch.randn(20, 272)
@@ -267,6 +270,7 @@ def test_a_row_of_nan_has_no_amax(device):
     check(x.bfloat16(), None, device, **KINDS["row-scaled"])
 
 
+@pytest.mark.slow
 @DEVICE
 def test_float64_is_rounded_first(device):
     check(spread(20, 40, dtype=torch.float64), None, device, rht=True)
@@ -391,6 +395,7 @@ def test_every_finite_bf16_number_beside_those_of_its_exponent(place, kind):
     check(x, [16] * (len(x) // 16), place, **KINDS[kind])
 
 
+@pytest.mark.slow
 @DEVICE
 def test_where_the_transform_overflows_a_block_saturates_or_is_nan(device):
     """Which of the two follows from the order of its sums' overflows; the plain torch version may say the other."""

@@ -380,6 +380,7 @@ def test_a_missing_parameter_is_named() -> None:
 
 
 # What torch.compile makes of a tensor that a hook left on its module.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
 @pytest.mark.parametrize("model", ["dense", pytest.param("grouped", marks=pytest.mark.rest)])
 @pytest.mark.parametrize("how", ["every-parameter-moved", pytest.param("pruned", marks=pytest.mark.rest)])

@@ -257,6 +257,7 @@ def test_copies_and_counts_are_not_of_it():
         assert any("weight" in name for name in counted.counts)
 
 
+@pytest.mark.slow
 def test_it_keeps_nothing_afterwards():
     model = build()
     with constant_weights(model):

@@ -146,6 +146,7 @@ print((peak() - before) / corpus.num_bytes)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the unit of ru_maxrss is Linux's")
 @pytest.mark.parametrize("num_files", [1, 64])
 def test_a_corpus_takes_at_most_two_and_a_half_times_its_size(num_files, tmp_path):

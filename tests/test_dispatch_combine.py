@@ -429,6 +429,7 @@ def test_the_counting_sort_is_stable_over_blocks(num_experts: int, num_pairs: in
     check_map(indices, num_experts)
 
 
+@pytest.mark.slow
 @on_kernels
 @pytest.mark.usefixtures("kernels_everywhere")
 @pytest.mark.parametrize("device", KERNEL_DEVICES)

@@ -284,6 +284,7 @@ def test_experts_become_shards_of_everything(device: str, backend: str, tmp_path
     on_ranks(exchange_with_sharded, tmp_path, device, folder=tmp_path, backend=backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [

@@ -240,6 +240,7 @@ def same_codes(cast: Cast, expected: QuantizedTensor) -> None:
         assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), name
 
 
+@pytest.mark.slow
 @pytest.mark.pairwise(first=1)
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")  # the interpreter's
 @pytest.mark.parametrize("device", DEVICES)

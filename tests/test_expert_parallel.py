@@ -247,6 +247,7 @@ def compare_recipes(rank: int) -> None:
             )
 
 
+@pytest.mark.slow
 def test_scales_of_an_expert_are_those_of_the_whole_layer(tmp_path: Path) -> None:
     on_ranks(compare_recipes, folder=tmp_path)
 

@@ -994,6 +994,7 @@ def ours(drawn: Branches, layer: Sequential, given: Mapping[str, Tensor]) -> dic
 REFUSALS = "cannot be written in place|autograd could not see|modified by an inplace|modified inplace"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("retain_graph", [False, True])
 @settings(max_examples=150)
 @given(drawn=branches())

@@ -412,6 +412,7 @@ def compare_ranks(rank, recipes):
                 assert_same_bits(results(recipe, tokens), expected)
 
 
+@pytest.mark.slow
 def test_rows_that_other_ranks_send(tmp_path):
     on_ranks(compare_ranks, ["fp8_current", "fp8_delayed", "mxfp8"], folder=tmp_path)
 

@@ -163,6 +163,7 @@ def test_a_schedule_needs_no_warm_up(warmups, device):
     assert_replays_are_eager(interleaved([2, 1], 2, delay=True), device, main_grad=True, num_warmup_iters=warmups)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(schedule=schedules(microbatches=3), main_grad=st.booleans())
 def test_any_schedule_replays_as_it_runs(device, schedule, main_grad):

@@ -120,6 +120,7 @@ def test_cpu_agrees_with_float64(case, dtype, extras, run):
     assert_all_close(run(o, extras=extras), references(o, extras=extras), o)
 
 
+@pytest.mark.slow
 @settings(max_examples=500)
 @given(cases(40, st.tuples(FEATURES, FEATURES)), st.sampled_from(CPU_DTYPES), st.booleans(), SEEDS)
 def test_cpu_agrees_with_float64_for_any_splits(case, dtype, extras, seed):

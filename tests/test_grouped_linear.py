@@ -190,6 +190,7 @@ def check_example(
     assert_close(got, expected(op, x, draw_sizes, scales, dy), floor=0.25)
 
 
+@pytest.mark.slow
 @settings(max_examples=500)
 @given(
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6),

@@ -123,44 +123,50 @@ def require_grad(*tensors: Tensor | None) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("interleave", "stacked"), [(None, True), (32, False), (4, True)])
+@pytest.mark.parametrize("bias", ["none", "plain", "scaled"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_fused_equals_unfused(activation, recipe, dtype, device):
+def test_fused_equals_unfused(activation, bias, interleave, stacked, recipe, dtype, device):
     """On the CPU bit for bit: the same products, in the same order, of operands that are rounded in the same places."""
     scaled = ACTIVATIONS[activation][2]
     tolerance = 0.0 if device == "cpu" else None
     if device == "cuda" and recipe is not None:
         tolerance = 0.05  # the last place of exp may flip a code
-    biases = [dict(bias=False), dict(bias=True), dict(bias=True, scale_bias=scaled)]
-    interleaves = [None, 32, 4] if activation != "ScaledSReLU" else [None]
-    for bias, (interleave, stacked) in itertools.product(biases, zip(interleaves, [True, False, True], strict=False)):
-        check_fusion(
-            GroupedMLP,
-            lambda b=bias, i=interleave, s=stacked: make(activation, interleave=i, stacked=s, **b),
-            (21, 40),
-            extras={"scales": (21,)} if scaled else {},
-            num_groups=4,
-            recipe=recipe,
-            dtype=dtype,
-            device=device,
-            tolerance=tolerance,
-        )
+    check_fusion(
+        GroupedMLP,
+        lambda: make(
+            activation,
+            interleave=interleave if activation != "ScaledSReLU" else None,
+            stacked=stacked,
+            bias=bias != "none",
+            scale_bias=bias == "scaled" and scaled,
+        ),
+        (21, 40),
+        extras={"scales": (21,)} if scaled else {},
+        num_groups=4,
+        recipe=recipe,
+        dtype=dtype,
+        device=device,
+        tolerance=tolerance,
+    )
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_fused_equals_unfused_on_the_split_path(activation, recipe):
-    for dtype in (torch.float32, torch.bfloat16):
-        check_fusion(
-            GroupedMLP,
-            lambda: make(activation),
-            (21, 40),
-            extras={"scales": (21,)} if activation in SCALED else {},
-            num_groups=4,
-            recipe=recipe,
-            dtype=dtype,
-            path="split",
-            tolerance=0.0,
-        )
+def test_fused_equals_unfused_on_the_split_path(activation, recipe, dtype):
+    check_fusion(
+        GroupedMLP,
+        lambda: make(activation),
+        (21, 40),
+        extras={"scales": (21,)} if activation in SCALED else {},
+        num_groups=4,
+        recipe=recipe,
+        dtype=dtype,
+        path="split",
+        tolerance=0.0,
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -462,6 +468,7 @@ def test_fc1_and_its_activation_by_one_kernel_equal_unfused_on_the_gpu(activatio
             assert_same_bits(run(fused, x, scales, dy, on_device), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interleave", [None, 2])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradcheck(activation, interleave):

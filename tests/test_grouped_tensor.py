@@ -50,6 +50,7 @@ def assert_same_bits(found, expected):
     assert torch.equal(found.scale_inv, expected.scale_inv)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 @pytest.mark.parametrize("role", [Role.INPUT, Role.GRAD_OUTPUT], ids=lambda role: role.value)
 @settings(max_examples=200)

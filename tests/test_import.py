@@ -31,11 +31,13 @@ def run(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", ["import fuser", MLP], ids=["import", "forward and backward"])
 def test_slow_modules_are_left_alone(code):
     assert run(f"{code}\nimport sys\nprint([name for name in {SLOW} if name in sys.modules])") == "[]\n"
 
 
+@pytest.mark.slow
 def test_later_releases_of_torch_and_triton_are_taken_without_a_warning():
     code = f"""
 import warnings; warnings.simplefilter("error")
@@ -80,11 +82,13 @@ sys.modules["transformers"] = None  # as if it were not installed
 """
 
 
+@pytest.mark.slow
 def test_hugging_face_is_imported_by_those_who_ask_for_it():
     code = "import fuser, sys\nprint([name for name in ('fuser.hf', 'transformers') if name in sys.modules])"
     assert run(code) == "[]\n"
 
 
+@pytest.mark.slow
 def test_without_transformers_its_door_says_what_is_missing():
     code = f"{HIDDEN}\nimport fuser\ntry:\n    import fuser.hf\nexcept ImportError as error:\n    print(error)"
     printed = run(code)

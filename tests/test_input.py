@@ -264,6 +264,7 @@ def test_other_nested_tensors_and_nested_extra_inputs_are_refused_too() -> None:
         ops.AddExtraInput()(torch.ones(3, WIDTH), extra=jagged())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # torch.compile's own
 @pytest.mark.parametrize("leads", [False, True])
 def test_a_jagged_x_of_a_compiled_model_is_refused_by_the_same_sentence(leads: bool) -> None:

@@ -253,6 +253,7 @@ def change_everything(model: Sequential, at: int) -> None:
                 operation.set_recipe("mxfp8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ("high_precision", "fp8_delayed", "mxfp8"))
 def test_changes_are_seen(recipe, made_again, monkeypatch):
     check(linear, recipe, made_again, monkeypatch, change_everything, steps=66, forwards=20, backwards=20)
@@ -835,6 +836,7 @@ class RandomClient:
         self.found += [leaf.main_grad.clone() for leaf in leaves if hasattr(leaf, "main_grad")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_random_clients(seed, made_again, monkeypatch):
     found = RandomClient(seed).run(120)
@@ -1001,6 +1003,7 @@ def test_each_trial_begins_with_a_checkpoint_without_states(kind, grad, request,
         assert_same(one, other)
 
 
+@pytest.mark.slow
 def test_histories_of_two_lengths_in_turn(made_again, monkeypatch):
     def run() -> list:
         model, found = linear(), []
@@ -1016,6 +1019,7 @@ def test_histories_of_two_lengths_in_turn(made_again, monkeypatch):
         assert_same(one, other)
 
 
+@pytest.mark.slow
 def test_states_die_with_a_model_that_was_in_a_scope(made_again):
     model = linear()
     for at in range(6):

@@ -66,6 +66,7 @@ def test_a_model_that_ran_ends_with_its_last_reference(kind, recipe, no_collecto
     assert not [ref for ref in alive if ref() is not None]
 
 
+@pytest.mark.slow
 def test_recipes_that_never_come_again_leave_a_bounded_number_of_plans():
     model = experts()
     for _ in range(MOST_PROGRAMS + 20):

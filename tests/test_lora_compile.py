@@ -57,6 +57,7 @@ def step(model: Model, recipe: str, x: Tensor, run: nn.Module | None = None) -> 
     return {"y": y.detach(), "dx": x.grad} | gradients(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [name if name in ("fp8_delayed", "mxfp8") else rest(name) for name in NAMES])
 def test_steps_have_the_bits_of_eager_ones(recipe: str) -> None:
     eager, other = pair()
@@ -92,6 +93,7 @@ def test_merging_and_dropout_are_seen() -> None:
         assert_same_bits(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="of its own modules torch 2.11 misses it too")
 def test_frozen_weights_that_are_trained_again_have_gradients() -> None:
     eager, other = pair()
@@ -115,6 +117,7 @@ def test_products_of_adapters_are_counted() -> None:
     assert counter.get_total_flops() == 2 * base + 3 * adapters
 
 
+@pytest.mark.slow
 def test_base_weights_that_were_trained_compiled_are_quantized_anew():
     """As a fused optimizer leaves them: the version counter does not tell."""
     model, _ = pair()

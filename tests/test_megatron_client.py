@@ -223,6 +223,7 @@ def compare(rank: int, delay: bool, graphs: bool, device: str) -> None:
             assert wrapper.events.index("reduce") < len(events) - 1  # it overlaps with what is still computed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("delay", [False, True], ids=["at once", "delayed"])

@@ -202,6 +202,7 @@ def test_strides_do_not_matter(kind: Kind, device: str) -> None:
     assert_same_bits(run(Operands(*strided), kind, needs, True), run(given, kind, needs, True))
 
 
+@pytest.mark.slow
 @pytest.mark.interpreter
 @settings(max_examples=25)
 @given(

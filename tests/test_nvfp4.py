@@ -166,6 +166,7 @@ def check_alpha_kernel(device: str, largest: float) -> None:
     assert combined_alpha_triton(amax[:0], largest, amax[9], None).shape == (0,)
 
 
+@pytest.mark.slow
 @pytest.mark.launches("alpha_kernel", "combined_alpha_kernel")
 @pytest.mark.interpreter
 @pytest.mark.parametrize("largest", [RANGE, 6 * 256.0])
@@ -519,6 +520,7 @@ def test_one_draw_serves_both_copies():
     assert torch.equal(columns.permute(2, 1, 0, 3), rows[:, order])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
 def test_stochastic_rounding_is_unbiased(columnwise):
     """The mean over many seeds, against a two-sided bound that a fair one passes with probability 0.999."""

@@ -42,6 +42,7 @@ def test_the_version_is_that_of_the_distribution():
     assert Version(fuser.__version__) == Version(version("fuser-ops"))
 
 
+@pytest.mark.slow
 def test_a_wheel_carries_every_module_and_type_marker(tmp_path):
     if Version(version("setuptools")) < Version("77"):
         pytest.skip("Building a wheel needs setuptools >= 77, as pyproject.toml says.")

@@ -161,6 +161,7 @@ def test_on_the_cpu_both_paths_sum_in_the_same_order(recipe, dtype):
         assert_same_bits(grouped, split)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(
     sizes=st.lists(st.integers(0, 70), min_size=1, max_size=5),

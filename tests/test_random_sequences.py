@@ -352,6 +352,7 @@ def test_on_the_gpu_fused_and_unfused_are_the_same(drawn, dtype):
     assert_close(fused, unfused, {**CHAIN, torch.bfloat16: 0.1, torch.float16: 0.02}, floor=1.0)
 
 
+@pytest.mark.slow
 @OFTEN
 @given(drawn=sequences(), dtype=st.sampled_from([torch.float64, torch.float32]))
 def test_without_a_recipe_a_sequence_is_what_plain_torch_makes_of_it(drawn, dtype):
@@ -365,6 +366,7 @@ def test_without_a_recipe_a_sequence_is_what_plain_torch_makes_of_it(drawn, dtyp
     assert_close(got, want, CHAIN, floor=1.0)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(drawn=sequences(), recipe=st.sampled_from(RECIPES))
 def test_both_paths_give_the_same(drawn, recipe):
@@ -393,6 +395,7 @@ def test_on_the_gpu_a_sequence_is_what_plain_torch_makes_of_it(drawn, dtype):
     assert_close(got, run(plainly, wide, x, extras, drawn.outputs), CHAIN, floor=1.0)
 
 
+@pytest.mark.slow
 def test_a_drawn_sequence_fuses_now_and_then():
     """The tests above would be empty if no draw held the patterns."""
     used: Counter[str] = Counter()
@@ -411,6 +414,7 @@ def test_a_drawn_sequence_fuses_now_and_then():
 WIDTH_OF = {ops.Linear: 0, ops.Bias: 0, ops.RMSNorm: 0, ops.LayerNorm: 0, ops.GroupedLinear: 1}
 
 
+@pytest.mark.slow
 @OFTEN
 @given(drawn=sequences(), place=st.integers(0, 99))
 def test_an_illegal_sequence_is_refused_at_construction(drawn, place):
@@ -435,6 +439,7 @@ def test_an_illegal_sequence_is_refused_at_construction(drawn, place):
         Sequential(*[kind(*args, **kwargs) for kind, args, kwargs in modules])
 
 
+@pytest.mark.slow
 @OFTEN
 @given(drawn=sequences(), place=st.integers(0, 99))
 def test_an_extra_output_that_is_made_twice_is_refused_as_an_output(drawn, place):

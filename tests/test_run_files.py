@@ -77,6 +77,7 @@ FOREIGN = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--resume",)], ids=["new", "resume"])
 def test_files_of_others_are_left_as_they_are(options, corpus, out):
     for name in FOREIGN:
@@ -103,6 +104,7 @@ def test_a_link_of_others_is_refused(corpus, tmp_path, capsys):
     assert not (tmp_path / "nowhere").exists()
 
 
+@pytest.mark.slow
 def test_a_run_replaces_its_own_files_again_and_again(corpus, out):
     for _ in range(2):
         assert main(arguments(corpus, out, "--steps", 1)) == 0
@@ -147,6 +149,7 @@ with open_run_files(Path(sys.argv[1]), [RunKey("bf16", 0)], resume=True):
 """
 
 
+@pytest.mark.slow
 def test_a_second_run_in_a_directory_is_refused_until_the_first_is_dead(corpus, out, capsys):
     command = [sys.executable, "-c", HOLDS, str(out)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -219,6 +222,7 @@ def test_a_deleted_checkpoint_trains_its_run_from_the_first_step(corpus, out, ca
     assert "bf16 seed 0 begins behind step 0" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", ["mxfp8-seed0", "bf16-seed1"])
 def test_the_checkpoint_of_another_run_is_refused(other, corpus, tmp_path, capsys):
     options = ("--recipe", "bf16,mxfp8", "--seeds", 2)

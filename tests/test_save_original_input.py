@@ -60,6 +60,7 @@ def test_models_as_users_have_them(recipe, change):
     assert_same_bits(steps(save_original_input=True), steps())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"save_original_input": True}], ids=["codes", "tokens"])
 def test_under_compile(settings):
     expected = run(layer(), "fp8_current")

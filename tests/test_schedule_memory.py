@@ -64,6 +64,7 @@ def test_no_event_reads_a_buffer_that_another_instance_owns(plan):
                 assert owner[mine[buffer, instance]] == instance, (event, buffer)
 
 
+@pytest.mark.slow
 @given(plans())
 def test_there_are_as_many_buffers_as_live_at_once(plan):
     for (buffer, size), number in plan.buffers.items():
@@ -72,6 +73,7 @@ def test_there_are_as_many_buffers_as_live_at_once(plan):
         assert number == max(at_once)
 
 
+@pytest.mark.slow
 @given(plans())
 def test_bytes_add_up(plan):
     at = range(len(plan.schedule.events))

@@ -113,11 +113,13 @@ def check_bits(schedule: Schedule, chunks, chained: bool) -> None:
     assert not any(m.queue for layers in chunks for layer in layers for m in layer.modules() if isinstance(m, Later))
 
 
+@pytest.mark.slow
 @given(schedules())
 def test_random_schedules_of_independent_chunks_have_the_bits_of_single_microbatches(schedule):
     check_bits(schedule, make_chunks(schedule), chained=False)
 
 
+@pytest.mark.slow
 @given(schedules(chained=True))
 def test_random_schedules_of_one_model_have_the_bits_of_single_microbatches(schedule):
     check_bits(schedule, make_chunks(schedule), chained=True)

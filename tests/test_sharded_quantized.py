@@ -135,6 +135,7 @@ def compare(rank: int, recipes: list[Recipe | str], factor: int, stacked: bool, 
         ),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_a_sharded_model_has_the_bits_of_the_whole_one(
     recipes: list[Recipe | str], factor: int, stacked: bool, each: bool, tmp_path: Path
 ) -> None:

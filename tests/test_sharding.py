@@ -114,6 +114,7 @@ def test_adapters_of_a_sharded_model_get_their_gradients(tmp_path: Path) -> None
     on_ranks(compare_adapters, folder=tmp_path, ranks=RANKS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", ["the whole", "operations"])
 def test_a_sharded_model_computes_what_the_whole_one_does(shard: str, tmp_path: Path) -> None:
     on_ranks(compare, shard, folder=tmp_path, ranks=RANKS)

@@ -313,6 +313,7 @@ def train_sharded(rank: int, device: str) -> None:
         sequential.backward_dw()
 
 
+@pytest.mark.slow
 @DEVICE
 def test_fsdp2_may_reshard_after_forward_but_leaves_nothing_to_add_a_gradient_to(device: str, tmp_path: Path) -> None:
     backend, ranks = ("gloo", 2) if device == "cpu" else ("nccl", min(2, torch.cuda.device_count()))

@@ -262,6 +262,7 @@ def need_some_gradients(rank: int, folder: Path) -> None:
             check_shares(case, rank, of_all, of_weights, of_rank | weight_gradients(mine))
 
 
+@pytest.mark.slow
 def test_ranks_may_need_other_gradients(tmp_path: Path) -> None:
     on_ranks(need_some_gradients, tmp_path, folder=tmp_path)
 
@@ -359,6 +360,7 @@ def overflow_on_cpu(rank: int, recipes: tuple[str, ...], folder: Path) -> None:
             overflow(rank, "cpu", recipe)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipes",
     [("bf16",), pytest.param(("fp8_current", "fp8_block", "mxfp8"), marks=pytest.mark.rest)],
@@ -401,6 +403,7 @@ def differ_on_cpu(rank: int, folder: Path) -> None:
         differ_later(rank, "cpu")
 
 
+@pytest.mark.slow
 def test_ranks_that_differ_in_a_later_step_learn_of_it(tmp_path: Path) -> None:
     on_ranks(differ_on_cpu, tmp_path, folder=tmp_path)
 
@@ -618,5 +621,6 @@ def name_and_refuse(rank: int, folder: Path) -> None:
         assert sum("not repeated: The barriers of symmetric memory" in line for line in lines) == 2
 
 
+@pytest.mark.slow
 def test_what_cannot_be_transferred_is_refused_in_a_sentence(tmp_path: Path) -> None:
     on_ranks(name_and_refuse, tmp_path, folder=tmp_path)

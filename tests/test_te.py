@@ -303,6 +303,7 @@ def test_every_name_is_an_operation_of_the_same_name():
         assert issubclass(kind, getattr(ops, "Linear" if name == "BasicLinear" else name))
 
 
+@pytest.mark.slow
 def test_importing_fuser_does_not_import_it():
     code = "import sys, fuser; assert 'fuser.te' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

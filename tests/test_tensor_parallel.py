@@ -84,6 +84,7 @@ def run_collectives(rank: int, ranks: int) -> None:
                     assert torch.equal(layer(strided), 2 * y_wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
 def test_collectives_and_their_gradients(ranks: int, tmp_path: Path) -> None:
     on_ranks(run_collectives, ranks, folder=tmp_path, ranks=ranks)
@@ -502,6 +503,7 @@ def follow_losses(block: Block, group: Any) -> None:
     assert_close(own(mine, "data"), shares_of(layer, mine, "data"), {torch.float32: 1e-3})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
 def test_divided_linears_equal_the_whole_ones(ranks: int, tmp_path: Path) -> None:
     on_ranks(compare_linears, ranks, 40, folder=tmp_path, ranks=ranks)
@@ -758,6 +760,7 @@ def refuse_grouped(rank: int, group: Any) -> None:
     assert "x has shape [5, 3], but [rows, 4] is needed" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
 def test_divided_experts_equal_the_whole_ones(ranks: int, tmp_path: Path) -> None:
     on_ranks(compare_grouped, ranks, 40, folder=tmp_path, ranks=ranks)

@@ -107,6 +107,7 @@ def exchange(rank: int, folder: Path, shapes: list[tuple[int, int, int]], stacke
 REST = (pytest.mark.rest, pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "shapes", "stacked"),
     [

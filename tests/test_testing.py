@@ -282,6 +282,22 @@ def test_a_fusion_that_always_refuses_is_found() -> None:
         check(Refuses)
 
 
+def test_a_fusion_that_is_for_no_grad_mode_alone_is_checked_there() -> None:
+    class InInference(Right):
+        @classmethod
+        def why_not(cls, operations: Any, request: Any) -> str | None:
+            return "it is for inference." if request.needs[0] or any(request.needs[1]) else None
+
+    class WrongInInference(InInference):
+        def fuser_forward(self, ctxs: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+            y, outputs = super().fuser_forward(ctxs, x, extras)
+            return y + 1, outputs
+
+    check(InInference)
+    with pytest.raises(AssertionError, match="WrongInInference, draw 0: y without grad mode is off by"):
+        check(WrongInInference)
+
+
 def test_a_wrong_forward_only_fusion_is_found_by_the_backward_of_the_operations() -> None:
     class FillsWrongly(Right):
         passes = "forward"

@@ -159,6 +159,7 @@ def test_what_cannot_be_recorded_is_refused():
 POLICIES = {"saved": CheckpointPolicy.MUST_SAVE, "recomputed": CheckpointPolicy.PREFER_RECOMPUTE}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("recipe", ["mxfp8", rest("nvfp4")])
 def test_selective_checkpointing_sees_operations_by_name(recipe, policy):
@@ -224,6 +225,7 @@ def test_what_a_checkpoint_computes_again_is_counted_by_its_kernels_under_its_re
     assert counter.get_total_flops() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["high_precision", "mxfp8"])
 def test_a_checkpoint_around_a_compiled_layer_never_computes_it_again_under_another_recipe(recipe):
     layer = moe_layer()
@@ -248,6 +250,7 @@ def test_a_checkpoint_around_a_compiled_layer_never_computes_it_again_under_anot
     assert all(map(torch.equal, within, expected))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_around_a_compiled_layer_is_refused_where_backward_has_another_recipe():
     """Saved tensors of the two have the same shapes and dtypes, so that torch sees no difference."""
     layer, x = moe_layer(), torch.randn(T, H)
@@ -261,6 +264,7 @@ def test_a_checkpoint_around_a_compiled_layer_is_refused_where_backward_has_anot
             y.sum().backward()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_around_a_compiled_layer_goes_by_its_own_forward_not_by_others():
     layer, x = moe_layer(), torch.randn(T, H)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
@@ -566,6 +570,7 @@ def test_what_exchanges_tensors_with_other_ranks_says_so_and_runs_as_it_is(name,
     assert all(map(torch.equal, gradients(layer, torch.compile(forward, backend="aot_eager"), "mxfp8", x), expected))
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_freed_with_its_plans():
     layers = [Sequential(ops.Linear(H, H), ops.SiLU())]
     run = torch.compile(lambda x: layers[0](x) + 1, backend="aot_eager", fullgraph=True)

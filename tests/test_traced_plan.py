@@ -55,6 +55,7 @@ def held(model: Sequential) -> int:
     return sum(plan._pipeline is not None for plan in stage.runner.traced.values())
 
 
+@pytest.mark.slow
 def test_plans_that_were_given_up_run_again_with_the_same_bits():
     eager = layer()
     model = copy.deepcopy(eager)
@@ -67,6 +68,7 @@ def test_plans_that_were_given_up_run_again_with_the_same_bits():
     assert counter.frame_count == len(RECIPES)
 
 
+@pytest.mark.slow
 def test_a_backward_that_waited_for_too_long_says_so():
     model = layer()
     run = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -127,6 +127,7 @@ def compiled(model: Any, **settings: Any) -> tuple[Any, CompileCounterWithBacken
 # ------------------------------------------------------------------------------------------------- the bits of eager
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, rest(torch.float32)], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("name", ["moe", rest("dense")])
 @pytest.mark.parametrize("recipe", [name if name in ("fp8_delayed", "mxfp8") else rest(name) for name in NAMES])
@@ -212,6 +213,7 @@ class Scores(nn.Module):
         return tuple((x @ self.weight.T).sigmoid().topk(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [24, 1, 0])
 @pytest.mark.parametrize("router", [lambda: ops.Router(H, E, topk=2), lambda: ops.CustomRouter(Scores())])
 def test_modules_with_extra_tensors_between_operations_are_compiled(router, tokens):
@@ -236,6 +238,7 @@ def test_operations_with_a_recipe_of_their_own_are_compiled():
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_an_operation_alone_is_compiled():
     for operation, x, extras in (
         (ops.Linear(H, F), torch.randn(2, 3, H), {}),
@@ -251,6 +254,7 @@ def test_an_operation_alone_is_compiled():
 # -------------------------------------------------------------------------------------------- compiled again, or not
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [name if name == "fp8_current" else rest(name) for name in NAMES])
 def test_token_counts_change_without_compiling_again(recipe):
     model = Model(moe_layer())
@@ -271,6 +275,7 @@ def test_changed_token_counts_give_the_bits_of_eager(recipe):
         assert_same(step(model, recipe, x, run), step(model, recipe, x))
 
 
+@pytest.mark.slow
 def test_another_recipe_is_compiled_anew_and_a_known_one_is_not():
     model = Model(dense())
     run, counter = compiled(model)
@@ -339,6 +344,7 @@ def quantizer_of(role: Role) -> Quantizer | None:
     return None if role is Role.GRAD_OUTPUT else MXFP8BlockScaling(scaling="floor").quantizer(role)
 
 
+@pytest.mark.slow
 @MADE_WHILE_TRACED
 @pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in MADE_WITHIN.items()])
 def test_a_recipe_that_is_made_within_the_compiled_function_has_its_fields(make: Callable[[], Recipe]) -> None:
@@ -400,6 +406,7 @@ CHANGES: dict[str, Callable[[Model], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [name if name in ("a recipe", "frozen") else rest(name) for name in CHANGES])
 def test_what_is_changed_after_it_was_compiled_is_seen(change):
     model = Model(dense())
@@ -410,6 +417,7 @@ def test_what_is_changed_after_it_was_compiled_is_seen(change):
     assert_same(step(model, "fp8_current", x, run), step(model, "fp8_current", x))
 
 
+@pytest.mark.slow
 def test_a_hook_that_torch_does_not_see_is_an_error():
     model = Model(dense())
     run, _ = compiled(model)
@@ -484,6 +492,7 @@ def test_torch_autocast_decides_when_it_is_traced():
     assert counter.frame_count == 2
 
 
+@pytest.mark.slow
 def test_compiled_autograd_leaves_the_backward_of_an_eager_forward_as_it_is():
     torch.manual_seed(0)
     layer, x = moe_layer(), torch.randn(24, H)
@@ -496,6 +505,7 @@ def test_compiled_autograd_leaves_the_backward_of_an_eager_forward_as_it_is():
     assert all(torch.equal(p.grad, e) for p, e in zip(layer.parameters(), expected, strict=True))
 
 
+@pytest.mark.slow
 def test_evaluation_leaves_the_scales_alone():
     model = Model(dense())
     run, _ = compiled(model)
@@ -642,6 +652,7 @@ def test_a_broken_graph_keeps_the_recipe_of_an_autocast_that_is_traced(case):
     assert torch.equal(second(x), plain) and seen.recipe == key_of(HighPrecision()) and not seen.inside
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_the_bias_of_a_router_is_updated_behind_the_forwards_of_a_compiled_step(backend: str) -> None:
     """Forwards count tokens past what torch traces, so that it sees no order between them and the update."""
@@ -663,6 +674,7 @@ def test_the_bias_of_a_router_is_updated_behind_the_forwards_of_a_compiled_step(
         assert torch.equal(layer[0].tokens_since_update, other[0].tokens_since_update)
 
 
+@pytest.mark.slow
 @MADE_WHILE_TRACED
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_a_function_that_is_decorated_where_torch_traces_runs_under_the_recipe(fullgraph: bool) -> None:
@@ -686,6 +698,7 @@ def test_a_checkpoint_that_has_to_be_traced_says_which_one_can_be() -> None:
         run(torch.randn(24, H))
 
 
+@pytest.mark.slow
 def test_an_error_within_an_autocast_that_is_traced_is_the_callers_and_ends_it():
     layer, x = Sequential(ops.Linear(H, H)), torch.randn(24, H)
 
@@ -730,6 +743,7 @@ def test_gradients_that_autograd_does_not_see_are_refused(setting):
         run(torch.randn(24, H))
 
 
+@pytest.mark.slow
 def test_constant_weights_around_a_compiled_model_are_refused():
     model = Model(dense())
     run, _ = compiled(model)

@@ -77,6 +77,7 @@ def test_every_recipe_gives_the_same_bits_on_the_cpu(runs):
     assert runs["with"]["steps"] == runs["without"]["steps"] and len(runs["with"]["steps"]) == 7
 
 
+@pytest.mark.slow
 def test_a_launch_says_what_is_missing(runs):
     kernel, of_launcher = runs["without"]["errors"]
     assert kernel == f"norm_kernel cannot be launched. {MISSING}"
