@@ -1178,6 +1178,19 @@ def test_a_gradient_of_another_shape_than_x_is_an_error(dx: Tensor) -> None:
         assert all(parameter.grad is None for parameter in sequential.parameters())
 
 
+def test_a_gradient_of_another_shape_than_x_is_an_error_in_each_shape_that_was_compiled() -> None:
+    class OfTheFirstRow(Spy):
+        def fuser_backward(self, ctx: Any, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+            return dy[:1], {}, {}
+
+    compiled = torch.compile(Sequential(Square(), OfTheFirstRow()), backend="aot_eager", dynamic=True)
+    for rows in (4, 7):
+        y = compiled(torch.randn(rows, 3, requires_grad=True))
+        message = rf"1 \(OfTheFirstRow\): fuser_backward returned dx of shape \(1, 3\), but x has \({rows}, 3\)"
+        with pytest.raises(RuntimeError, match=message):
+            y.sum().backward()
+
+
 def test_no_dx_where_one_is_needed_is_an_error() -> None:
     """All that is before the operation would get no gradient."""
 

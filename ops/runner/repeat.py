@@ -54,8 +54,8 @@ class OperationState:
     values: of its context, and what it set there
     saved, weights: the specs of its `Saved` and of its quantized weights; count: of how many tensors both are
     repeats: whether forwards that are repeated leave this very object, so that backward may be repeated by it
-    shape: of the x that the step began with, in the state of its first operation; None where other calls share it
-    extra_shapes: of the step's extra inputs that may have gradients, by their names in the pipeline; empty there
+    shape: of the x that the step began with, in the state of its first operation; None in the others
+    extra_shapes: of the step's extra inputs that may have gradients, by their names in the pipeline
     """
 
     __slots__ = ("count", "extra_shapes", "repeats", "saved", "shape", "values", "weights")

@@ -472,12 +472,11 @@ class Call:
         first = len(states)
         with offsets_alone() if self.is_traced else _NOTHING:
             states += [left_by(context, kept) for context in contexts]
-        if not self.is_traced:  # what is traced serves calls of other shapes
-            states[first].shape = tuple(x.shape)
-            if extras and wiring.needs_grad:
-                shapes = {name: tuple(extras[local].shape) for local, name, kind in wiring.inputs if kind is Tensor}
-                for state in states[first:]:
-                    state.extra_shapes = shapes
+        states[first].shape = tuple(x.shape)
+        if extras and wiring.needs_grad:
+            shapes = {name: tuple(extras[local].shape) for local, name, kind in wiring.inputs if kind is Tensor}
+            for state in states[first:]:
+                state.extra_shapes = shapes
         return result
 
     def _repeat(self, repeated: RepeatedStep, wiring: Wiring, x: Any, lent: Any) -> tuple[Any, Mapping[str, Any]]:
