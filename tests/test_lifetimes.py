@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fuser import Sequential, autocast, checkpoint, constant_weights, ops
+from ops.runner.operation import BasicOperation
 from ops.runner.run import MOST_PROGRAMS
 from recipes import CustomRecipe, MXFP8BlockScaling
 
@@ -64,6 +65,37 @@ def test_a_model_that_ran_ends_with_its_last_reference(kind, recipe, no_collecto
     model.zero_grad()
     del model
     assert not [ref for ref in alive if ref() is not None]
+
+
+class RunsOutOfMemory(BasicOperation):
+    def __init__(self, in_forward):
+        super().__init__()
+        self.in_forward = in_forward
+
+    def fuser_forward(self, ctx, x, extras):
+        if self.in_forward:
+            raise torch.OutOfMemoryError
+        return x.clone(), {}
+
+    def fuser_backward(self, ctx, dy, d_extra_outputs):
+        raise torch.OutOfMemoryError
+
+
+@pytest.mark.parametrize("in_forward", [True, False])
+def test_a_step_that_ran_out_of_memory_ends_with_its_error(in_forward, no_collector):
+    """Who goes on with a smaller batch needs the memory of the larger one."""
+    model = Sequential(*experts(), RunsOutOfMemory(in_forward))
+    kept = []
+
+    def large():
+        x = torch.randn(8, 32, requires_grad=True)
+        kept.append(weakref.ref(x))
+        model(x, split_sizes=[3, 5]).sum().backward()
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        large()
+    del caught
+    assert kept[0]() is None
 
 
 @pytest.mark.slow

@@ -511,4 +511,7 @@ def raise_located(labels: Sequence[str], index: int, operation: Any, error: Exce
         happened = f"{str(error).rstrip('.')}.{says}" if says else error
         raise type(error)(f"{where}: {happened}") from error
     error.add_note(f"{where}.{says}")
-    raise error
+    try:
+        raise error
+    finally:
+        del error  # its traceback has this frame: a cycle, which would keep the tensors of all frames
