@@ -44,12 +44,14 @@ class PendingUpdates:
     group: the process group over which amaxes are reduced whose recipe names none; None is the default group
     at_once: whether they may go on within what is repeated: it is all that records here, and nothing is reduced
     has_evaluated: whether something ran that would have recorded, had gradients been on
+    broke_off: whether what it recorded was forgotten
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, at_once: bool = False) -> None:
         self.group = group
         self.at_once = at_once
         self.has_evaluated = False
+        self.broke_off = False
         self._quantizers: dict[torch.UntypedStorage, RecordsAmaxes] = {}  # by their states, whose addresses it keeps
         self._before: set[torch.UntypedStorage] = set()  # the states in which an amax was recorded before the step
 
@@ -101,6 +103,7 @@ class PendingUpdates:
 
         abandoned: as of `ActiveRecipe`
         """
+        self.broke_off = True
         before = self._before
         forget({state: quantizer for state, quantizer in self.take().items() if state not in before})
 

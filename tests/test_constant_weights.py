@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fuser
 from fuser import Sequential, autocast, checkpoint, constant_weights, count_casts, ops
 from recipes import DelayedScaling, MixedScaling, MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from recipes.tensors.scaled_codes import ScaledCodes
@@ -536,6 +537,27 @@ def test_a_scope_that_begins_with_an_evaluation_records_the_weights_amaxes():
                 outcomes = [run(model, recipe, seed) for seed in (2 * step, 2 * step + 1)]
         found.append([*(t for outcome in outcomes for t in outcome.values()), *model.buffers()])
     assert (model[0].quantizer_weight_scale[0] != 1).all()
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_microbatch_that_broke_off_leaves_the_weights_amaxes_to_the_next_one(held):
+    recipe, found = RECIPES["fp8_delayed"], []
+    for breaks_off in (False, True):
+        model = build()
+        run(model, recipe)
+        if held:
+            fuser.to_quantized(model, recipe)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(3)
+        with constant_weights(model):
+            if breaks_off:
+                with pytest.raises(MemoryError), autocast(recipe):
+                    model(data(50), split_sizes=SIZES)
+                    raise MemoryError
+            outcomes = [run(model, recipe, seed) for seed in (1, 2)]
+        found.append([*(t for outcome in outcomes for t in outcome.values()), *model.buffers()])
     assert all(map(torch.equal, *found))
 
 

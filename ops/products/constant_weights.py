@@ -118,12 +118,12 @@ class constant_weights:
         if not quantizer.keeps_state:
             key = (key, values_in)
             quantize = quantize if values_in is None else partial(dequantized, quantize, values_in)
-        kept = self._kept.get(operation)
+        kept = self._last(operation)
         # An evaluation recorded no amax: the first training pass casts again, with the same scale, which does.
-        records = quantizer.keeps_state and getattr(quantizer, "updates", None) is not None
-        if kept is None or not kept.serves(parameters, key) or (records and not kept.records):
+        updates = getattr(quantizer, "updates", None) if quantizer.keeps_state else None
+        if kept is None or not kept.serves(parameters, key) or (updates is not None and kept.updates is None):
             snapshot = quantizer.snapshot(next(iter(parameters.values())).device)
-            kept = self._kept[operation] = QuantizedWeights(parameters, key, snapshot, records)
+            kept = self._kept[operation] = QuantizedWeights(parameters, key, snapshot, updates)
             if self._debug:
                 self._values[operation] = [p.detach().clone() for p in parameters.values()]
         else:
@@ -146,7 +146,7 @@ class constant_weights:
         if given is not None:
             return given.copies
         copies = make()
-        kept = self._kept.get(operation)
+        kept = self._last(operation)
         if kept is not None:
             asked = self._asked(kept, operation, use)
             kept.given = None if asked is None else GivenCopies.of(asked, copies)
@@ -154,10 +154,16 @@ class constant_weights:
 
     def given(self, operation: BasicOperation, use: Any) -> GivenCopies | None:
         """What `prepared` gave for this use, if nothing that it depends on has changed since; else None."""
-        kept = self._kept.get(operation)
+        kept = self._last(operation)
         if kept is None or kept.given is None or kept.given.asked != self._asked(kept, operation, use):
             return None
         return kept.given
+
+    def _last(self, operation: BasicOperation) -> QuantizedWeights | None:
+        """What was kept last. None, too, where its step broke off, and its amaxes were dropped: it is cast again, with
+        the same scale."""
+        kept = self._kept.get(operation)
+        return None if kept is None or (kept.updates is not None and kept.updates.broke_off) else kept
 
     def _asked(self, kept: QuantizedWeights, operation: BasicOperation, use: Any) -> Any:
         """What copies for a forward depend on; None if they are compared, or made anew, at each use."""

@@ -41,6 +41,7 @@ from ops.runner.parameters import held_parameter
 from recipes.cast_counts import is_counting
 from recipes.effects import recording
 from recipes.native_products import why_not_float8
+from recipes.pending import PendingUpdates
 from recipes.recipe import Role
 from recipes.stack import keep_weights_flag
 from recipes.tensors.quantized_tensor import QuantizedTensor
@@ -80,17 +81,21 @@ class QuantizedWeights:
 
     parameters: the weights by their names
     snapshot: of the quantizer's state that they were cast with
-    records: whether the cast recorded amaxes in it
+    updates: of the step in which the cast recorded amaxes; None: it recorded none
     given: what `constant_weights.prepared` gave last; None if it gave nothing yet
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], key: Any, snapshot: Tensor | None = None, records: bool = False
+        self,
+        parameters: Mapping[str, Tensor],
+        key: Any,
+        snapshot: Tensor | None = None,
+        updates: PendingUpdates | None = None,
     ) -> None:
         self._parameters = {name: weakref.ref(parameter) for name, parameter in parameters.items()}
         self._key = key
         self.snapshot = snapshot
-        self.records = records
+        self.updates = updates
         self.given: GivenCopies | None = None
         self._copies: Copies | None = None
         self._values: QuantizedWeights | None = None
