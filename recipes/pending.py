@@ -120,16 +120,17 @@ def end_steps(
 ) -> None:
     """Reduce the amaxes over their groups (`reduce_amaxes`), and let every quantizer go on to the next step.
 
-    If that is refused, what was recorded is forgotten. States need no gradients, so that it may run with gradients on.
+    If that is refused, or a function of the user's raises an error, what was recorded and did not go on is forgotten.
+    States need no gradients, so that it may run with gradients on.
     """
-    if may_reduce():
-        brought = (Amaxes(q.role, q.amax, q.amax_reduction_group) for q in quantizers.values() if q.reduce_amax)
-        try:
+    try:
+        if may_reduce():
+            brought = (Amaxes(q.role, q.amax, q.amax_reduction_group) for q in quantizers.values() if q.reduce_amax)
             reduce_amaxes(brought, group, awaited)
-        except BaseException:
-            forget(quantizers)
-            raise
-    end_steps_of(tuple([quantizer.end_of_step() for quantizer in quantizers.values()]))
+        end_steps_of(tuple([quantizer.end_of_step() for quantizer in quantizers.values()]))
+    except BaseException:
+        forget(quantizers)
+        raise
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -293,6 +294,18 @@ def test_an_exception_leaves_no_half_of_a_step():
         raise KeyError
     for name, tensor in scales_of(model).items():
         assert torch.equal(tensor, before[name]), name
+
+
+def test_an_exception_at_the_end_of_a_step_leaves_no_amax_to_the_next_one():
+    def fails(history):
+        raise ArithmeticError
+
+    model = mlp()
+    step(model, 0)
+    with pytest.raises(ArithmeticError), autocast(replace(SHORT, amax_compute_algo=fails)):
+        model(torch.randn(8, 16), split_sizes=[4, 2, 2], scales=torch.rand(8))
+    histories = [tensor for name, tensor in model.named_buffers() if name.endswith("amax_history")]
+    assert histories and not any(history[0].any() for history in histories)
 
 
 def test_an_exception_in_backward_leaves_no_half_of_a_step():
