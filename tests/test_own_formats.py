@@ -270,6 +270,24 @@ def test_elements_rules_and_quantizers_are_checked_as_they_are_made(make, error,
         make()
 
 
+@pytest.mark.parametrize(
+    ("encode", "given"),
+    [
+        pytest.param(lambda scaled: scaled.round(), r"torch.float32 of shape \[4, 64\]", id="not cast"),
+        pytest.param(lambda scaled: scaled.round().to(torch.int8)[:1], r"torch.int8 of shape \[1, 64\]", id="one row"),
+    ],
+)
+def test_codes_other_than_a_format_declares_are_refused(encode, given):
+    class Wrong(Int8):
+        def encode(self, scaled: Tensor) -> Tensor:
+            return encode(scaled)
+
+    spec = replace(INT8_PER_ROW, element=Wrong("WRONG", torch.int8, 127.0))
+    message = rf"WRONG's encode returned {given}, but its dtype is torch.int8, and the values have shape \[4, 64\]"
+    with pytest.raises(ValueError, match=message):
+        FormatQuantizer(spec).quantize(torch.ones(4, 64))
+
+
 def test_equal_formats_are_equal_however_their_numbers_are_given():
     assert replace(INT8_PER_ROW, block=[1, np.int64(ALL)], alignment=np.int32(1)) == INT8_PER_ROW
 

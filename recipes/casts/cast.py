@@ -31,7 +31,7 @@ from recipes.casts.cast_float8_rowwise import (
 )
 from recipes.casts.layout import Copies, is_square, num_rows
 from recipes.casts.scale_rules import E8M0Scale, Float32Scale, GivenScale, reciprocal
-from recipes.tensors.formats import ALL, ColumnwiseLayout, Float8Format, ScaleRule, ScaleSpec
+from recipes.tensors.formats import ALL, ColumnwiseLayout, ElementFormat, Float8Format, ScaleRule, ScaleSpec
 from recipes.tensors.splits import Splits
 from recipes.triton.launch import replayed
 
@@ -180,8 +180,7 @@ def cast_ref(
             stored = reciprocal(factor)
         scaled = x32 * _spread(factor, block, x32.shape, splits)
         # Again, since a factor may be Inf.
-        codes = spec.element.encode(scaled if splits is None else scaled.masked_fill(_inactive(splits), 0.0))
-        return codes, stored
+        return _encode(spec.element, scaled if splits is None else scaled.masked_fill(_inactive(splits), 0.0)), stored
 
     if amax_out is not None:
         amax_out.copy_(torch.maximum(amax_out, block_amax(magnitude, spec.block, splits).flatten()))
@@ -268,6 +267,18 @@ def block_amax(x: Tensor, block: tuple[int, int], splits: Splits | None) -> Tens
         amax = x.new_zeros(count + 1, x.shape[-1])  # the last one takes the rows past the sum
         return amax.scatter_reduce_(0, at[:, None].expand_as(x), x, "amax")[:-1]
     return block_amax(x.mT, (1, rows), None).mT
+
+
+def _encode(element: ElementFormat, scaled: Tensor) -> Tensor:
+    """The codes of these values. Raises ValueError for others than the format, which may be a user's, declares."""
+    codes = element.encode(scaled)
+    if (codes.shape, codes.dtype) != (scaled.shape, element.dtype):
+        raise ValueError(
+            f"{element.name}'s encode returned {codes.dtype} of shape {list(codes.shape)}, but its dtype is "
+            f"{element.dtype}, and the values have shape {list(scaled.shape)}. Return a code for each of them, in that "
+            "dtype."
+        )
+    return codes
 
 
 def _spread(scale: Tensor, block: tuple[int, int], shape: torch.Size, splits: Splits | None) -> Tensor:

@@ -47,7 +47,7 @@ class ElementFormat(ABC):
 
     @abstractmethod
     def encode(self, scaled: Tensor) -> Tensor:
-        """Codes of float32 values that are already scaled, rounded to nearest; large values and Inf saturate."""
+        """Codes, in `dtype`, of scaled float32 values, rounded to nearest; large values and Inf saturate."""
 
     @abstractmethod
     def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
