@@ -25,7 +25,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     Raises RuntimeError in backward if a tensor passed by keyword was changed in place after the call began, also by the
     function itself: the recomputation would give other values. (Torch checks only positional tensors.)
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
         refuse(  # a literal: torch shows no other text
             "fuser.checkpoint keeps the recipe and the scales of the first run, of which torch's tracing sees nothing. "
             "Within a compiled function call torch.utils.checkpoint.checkpoint, which computes again under the recipe "

@@ -83,7 +83,7 @@ class Experts(RoutedExperts):
         extras, y_RD = {"split_sizes": sizes.to(torch.int32)}, None
         # Only parameters in float32 differ by it: those that FSDP2 gathers in bf16 are used as they are.
         with torch.autocast(rows_RD.device.type, torch.bfloat16):
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
                 stages_of = partial(self._traced_stages, as_constants((self.recipe,)))
                 y_RD = run_traced(self, stages_of, _tensors_of(self), rows_RD.bfloat16(), extras)
             if y_RD is None:

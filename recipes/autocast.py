@@ -84,7 +84,9 @@ class autocast(ContextDecorator):
         keep_weights: Tensor | None = None,
         scales: CastScales | None = None,
     ) -> None:
-        if torch.compiler.is_compiling():
+        # is_compiling() is True on every thread while one compiles, since torch 2.13. A function of our own for both
+        # flags would be compiled by itself where a graph is broken, and be True there for what runs eagerly.
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
             self._trace(recipe, enabled, batch_invariant, amax_reduction_group, keep_weights, scales)
             return
         self._recipe = _asked(recipe, enabled, batch_invariant)
@@ -115,7 +117,7 @@ class autocast(ContextDecorator):
         return autocast(self._recipe, amax_reduction_group=self._group, keep_weights=keep_weights, scales=scales)
 
     def __enter__(self) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
             self._around = seen.recipe, seen.inside
             seen.recipe, seen.inside = self._key, True
             return self._recipe
@@ -133,7 +135,7 @@ class autocast(ContextDecorator):
         return recipe
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
             seen.recipe, seen.inside = self._around  # type: ignore[misc]  # of `__enter__`
             return
         if self._around is not None:  # it was entered where torch.compile traced, before its graph broke

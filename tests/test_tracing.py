@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -28,8 +30,10 @@ from recipes import (
 )
 from recipes.recipe import HighPrecision
 from recipes.registry import RECIPES
-from recipes.stack import key_of, seen
+from recipes.stack import key_of, own_entries, seen
 from tests.pairwise import rest
+
+Result = TypeVar("Result")
 
 H, F, E = 64, 32, 4  # hidden size, features of an expert, experts
 NAMES = [kind.names[0] for kind in RECIPES]
@@ -503,6 +507,43 @@ def test_compiled_autograd_leaves_the_backward_of_an_eager_forward_as_it_is():
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
         y.sum().backward()
     assert all(torch.equal(p.grad, e) for p, e in zip(layer.parameters(), expected, strict=True))
+
+
+def while_another_thread_compiles(function: Callable[[], Result]) -> Result:
+    """What the function returns on this thread, called while another one is in a backend of torch.compile."""
+    compiling, done = threading.Event(), threading.Event()
+
+    def backend(graph: Any, samples: Any) -> Any:
+        compiling.set()
+        assert done.wait(60)
+        return graph.forward
+
+    with ThreadPoolExecutor(1) as pool:
+        compiled = pool.submit(torch.compile(torch.sin, backend=backend), torch.ones(2))
+        try:
+            assert compiling.wait(60)
+            return function()
+        finally:
+            done.set()
+            compiled.result()
+
+
+def test_a_thread_runs_eagerly_while_another_one_compiles() -> None:
+    layer, x = dense(), torch.randn(24, H)
+    layer.eval()
+
+    def run() -> list[Tensor]:
+        with autocast("mxfp8"):
+            assert [entry.recipe.name for entry in own_entries()] == ["mxfp8"] and not seen.inside
+            return [layer(x), layer[0](x)]
+
+    before = run()
+    assert all(torch.equal(*pair) for pair in zip(while_another_thread_compiles(run), before, strict=True))
+
+    around = autocast("mxfp8")
+    around.__enter__()
+    while_another_thread_compiles(lambda: around.__exit__(None, None, None))
+    assert not own_entries()
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ class MoEBlock(nn.Module):
         if gate._forward_hooks:
             names = ("logits", "probs", "indices")
         result = None
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
             settings = as_constants((self.recipe, *self._settings(form, gate)))
             stages_of = partial(self._traced_stages, settings)
             tensors = (*router_tensors(gate).values(), *tensors_of(self.experts))

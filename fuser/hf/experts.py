@@ -65,7 +65,7 @@ def experts_forward(
     Raises as `experts_layer`, and as the operations do.
     """
     extras, y = {"indices": top_k_index, "probs": top_k_weights}, None
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
         stages_of = partial(_traced_stages, id(experts), recipe, as_constants(settings_of(experts)))
         y = run_traced(experts, stages_of, tensors_of(experts), hidden_states, extras)
     if y is None:

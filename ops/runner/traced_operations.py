@@ -59,7 +59,7 @@ def register(name: str, plan: TracedPlan, *, outlives_model: bool) -> None:
 
 def call(name: str, x: Tensor, others: Sequence[Tensor], key: str) -> Sequence[Tensor]:
     """y and the extra outputs, of the operation `fuser::<name>`."""
-    if not torch.compiler.is_compiling() and is_transformed():
+    if not (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()) and is_transformed():
         # torch.func differentiates a Function by itself, but not within an operation of torch.
         return _differentiable(_operators[name], (x, *others), key)
     return getattr(torch.ops.fuser, name).default(x, others, key)

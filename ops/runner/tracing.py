@@ -141,7 +141,7 @@ def refuse(why: str) -> None:
     """Break the graph, with this reason; an error where it must be whole, in torch.func.grad, and if it is recorded."""
     if torch.compiler.is_dynamo_compiling():
         torch._dynamo.graph_break(msg=why)
-    elif torch.compiler.is_compiling() or is_transformed() or is_recorded():
+    elif torch.compiler.is_exporting() or is_transformed() or is_recorded():
         raise NotImplementedError(why)
 
 
