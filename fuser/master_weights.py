@@ -267,7 +267,7 @@ def _master_class(kind: Any) -> Any:
 
 def _show_to_guards(pairs: Iterable[tuple[Any, Any]], there: bool) -> None:
     """Guards of a compiled `step()` read gradients below Python, and see no property."""
-    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+    if torch.compiler.is_dynamo_compiling():
         _set_below_python(pairs, there)
 
 

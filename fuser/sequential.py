@@ -206,12 +206,7 @@ class Sequential(Container):
         x may be quantized: a QuantizedTensor or GroupedTensor, or a QuantizedHandle of one, which carries gradients.
         Its codes are used where the first operation that multiplies needs just these; `explain(x=...)` shows it.
         """
-        if (
-            not (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting())
-            and not unnamed
-            and outputs == ()
-            and buffers is None
-        ):
+        if not torch.compiler.is_dynamo_compiling() and not unnamed and outputs == () and buffers is None:
             layout = self._layout
             if layout is not None and layout.pipeline is not None and layout.is_current(self):
                 y = call_again(layout.pipeline, x, extras, self.training, fusions_version())
@@ -221,7 +216,6 @@ class Sequential(Container):
             refuse_unnamed(unnamed, self.layout().consumed)
         if (
             torch.compiler.is_dynamo_compiling()
-            or torch.compiler.is_exporting()
             or is_counted(self.first_forwards, self.training)
             or is_transformed()
             or is_recorded()

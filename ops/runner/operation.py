@@ -349,18 +349,13 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         Raises TypeError for an x that is no tensor, sparse, of complex numbers, or of integers where the operation
         computes in floating point, and for extra inputs by position.
         """
-        if (
-            not (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting())
-            and not unnamed
-            and outputs == ()
-            and buffers is None
-        ):
+        if not torch.compiler.is_dynamo_compiling() and not unnamed and outputs == () and buffers is None:
             again = call_again(self._pipeline(path), x, extras, self.training)
             if again is not None:
                 return again
         if unnamed:
             refuse_unnamed(unnamed, self._pipeline(path).consumed)
-        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or is_transformed() or is_recorded():
+        if torch.compiler.is_dynamo_compiling() or is_transformed() or is_recorded():
             stage = self._stage(*see(self, x, extras, outputs, buffers, path))
             if isinstance(stage, str):
                 refuse(stage)

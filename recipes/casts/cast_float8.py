@@ -436,12 +436,7 @@ def cast_float8_triton(
 def meets_in_gluon(x_GTK: Tensor, column_codes: Tensor | None) -> bool:
     """Whether the kernel in Gluon casts x at meetings: bfloat16 on Hopper, whole units of codes, and what the copy
     engine reads."""
-    if (
-        x_GTK.dtype != torch.bfloat16
-        or torch.compiler.is_dynamo_compiling()
-        or torch.compiler.is_exporting()
-        or not runs_gluon(x_GTK.device)
-    ):
+    if x_GTK.dtype != torch.bfloat16 or torch.compiler.is_dynamo_compiling() or not runs_gluon(x_GTK.device):
         return False
     if not has_work(x_GTK) or x_GTK.shape[2] % 16 or x_GTK.data_ptr() % 16:
         return False

@@ -316,12 +316,7 @@ def runs_triton(x: Tensor) -> bool:
 def runs_gluon(x: Tensor) -> bool:
     """Whether the kernel in Gluon can run for x. A quantizer under torch.compile uses that in Triton, with which the
     Inductor of torch 2.11 fails too (operations are not traced, so this concerns bare quantizers only)."""
-    if (
-        x.dtype != torch.bfloat16
-        or not x.is_cuda
-        or torch.compiler.is_dynamo_compiling()
-        or torch.compiler.is_exporting()
-    ):
+    if x.dtype != torch.bfloat16 or not x.is_cuda or torch.compiler.is_dynamo_compiling():
         return False
     return why_no_gluon(torch.cuda.get_device_capability(x.device)) is None
 

@@ -76,7 +76,7 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+        if torch.compiler.is_dynamo_compiling():
             return function(*args, **kwargs)
         return replays(*args, **kwargs)
 
@@ -125,7 +125,7 @@ class Launch:
         if is_abstract(x):
             return None
         grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1, 1)[:3]
-        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+        if torch.compiler.is_dynamo_compiling():
             self.kernel[grid](*args, **constants)
             return None
         if not isinstance(self.kernel, JITFunction):  # interpreted

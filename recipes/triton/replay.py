@@ -132,7 +132,6 @@ def is_eager() -> bool:
     """Whether nothing traces, transforms or redirects what torch does, but for a recording here."""
     return not (
         torch.compiler.is_dynamo_compiling()
-        or torch.compiler.is_exporting()
         or torch._C._len_torch_dispatch_stack() != (taping.tape is not None)
         or torch._C._len_torch_function_stack()
         or torch._C._are_functorch_transforms_active()

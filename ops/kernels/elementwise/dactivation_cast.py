@@ -67,7 +67,7 @@ def fits_gluon(dtype: torch.dtype, columns: int, step: Step, device: torch.devic
 def fits(step: Step, h: Tensor, *others: Tensor) -> bool:
     """Whether they are, for these tensors: h, and others of its dtype."""
     tensors = h, *others
-    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or not runs_triton(*tensors):
+    if torch.compiler.is_dynamo_compiling() or not runs_triton(*tensors):
         return False
     if not has_work(h):  # it may have no address
         return False
