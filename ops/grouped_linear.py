@@ -71,7 +71,8 @@ class GroupedLinear(OperationWithWeights):
         halves. Interleaved halves, in runs that N/n holds whole, need no more than "column".
 
     Under a recipe x, W and dy are quantized as for `Linear`, each group by itself. Weights are initialised as
-    `torch.nn.Linear`, biases with zeros (as TransformerEngine).
+    `torch.nn.Linear`, biases with zeros (as TransformerEngine). Of a stacked weight `torch.nn.init` would take N K as
+    the inputs of a feature: in its place initialise each group's, `for w in layer.weight: init.xavier_uniform_(w)`.
 
     Divided layers are initialised, exchange and refuse as a divided `Linear` does.
 
