@@ -154,7 +154,7 @@ def measure_symmetric(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.interpreter
-@pytest.mark.rest
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_symmetric_is_measured_with_its_transfers_and_under_recipes(tmp_path):
     on_ranks(measure_symmetric, tmp_path, folder=tmp_path)
