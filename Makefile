@@ -68,7 +68,7 @@ test: lint $(VENV)/triton-$(SECOND_TRITON)/.ready
 # What `make test` leaves out, but for tests for a GPU; then with the second release of Triton the kernels in Gluon, and with each what steps
 # launch, and one test of each kernel where `make test` has not run it.
 test-rest: $(VENV)/triton-$(SECOND_TRITON)/.ready $(OTHER_TRITONS:%=$(VENV)/triton-%/.ready)
-	@echo "test-rest: about an hour on 2 quiet cores."
+	@echo "test-rest: about 75 minutes on 2 cores."
 	$(PY) $(PYTEST) -m "(rest or (slow and not smoke)) and not (hf or exhaustive or gpu)" --durations=10 tests
 	$(PY) $(PYTEST) -m "hf and not exhaustive" $$(grep -l mark.hf tests/test_*.py)
 	$(call check,$(SECOND_TRITON))
