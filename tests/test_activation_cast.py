@@ -381,7 +381,7 @@ def test_other_rules_are_cast_from_memory(rule):
     assert "FP8 with one given scale" in str(why_no_cast(per_tensor(E4M3, Float32Scale())))
 
 
-@pytest.mark.pairwise(first=1)
+@pytest.mark.pairwise(first=1, rest=2)
 @pytest.mark.interpreter
 @pytest.mark.parametrize("frozen", [(), ("0.weight",), ("2.weight",), ("0.weight", "0.bias", "x")], ids=str)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])

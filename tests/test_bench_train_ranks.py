@@ -170,7 +170,7 @@ def test_every_division_has_the_curve_of_one_process_and_resumes_every_other(cor
     assert_same_curve(*steps, "fp32")
 
 
-@pytest.mark.rest
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_resumed_run_on_ranks_has_the_bits_of_an_uninterrupted_one(corpus, tmp_path):
     """Also where gradients are rounded stochastically, by each rank's own random numbers."""

@@ -72,7 +72,7 @@ def check(device, name, x, row_of, sizes, **options):
         assert torch.equal(amaxes[1].cpu(), amaxes[0])
 
 
-@pytest.mark.pairwise(first=1)
+@pytest.mark.pairwise(first=1, rest=2)
 @pytest.mark.launches("row_amax_kernel", "cast_float8_kernel")
 @EACH_DEVICE
 @EACH_SPEC

@@ -604,8 +604,8 @@ def test_compiled_calls_are_repeated_as_a_whole(recipe, repeating):
 
 # ------------------------------------------------------------------------------------------- as on a GPU, but launches
 
-CASES = [
-    (recipe, f"{kind}{once}")
+CASES = [  # with each release of Triton those of the recipe whose kernels count as well
+    pytest.param(recipe, f"{kind}{once}", marks=[pytest.mark.triton] if recipe == "fp8_current" else [])
     for recipe in repeated_launches.RECIPES
     for kind in repeated_launches.KINDS
     for once in ("", ", weights once")
@@ -623,8 +623,6 @@ def launches_of(recipe: str) -> dict[str, list]:
 
 @pytest.mark.skipif(why_not_repeated() is not None, reason=str(why_not_repeated()))
 @pytest.mark.rest
-@pytest.mark.triton
-@pytest.mark.slow
 @pytest.mark.timeout(1800)  # the first of a recipe compiles for its others
 @pytest.mark.parametrize(("recipe", "case"), CASES)
 def test_repeated_steps_launch_what_steps_in_full_launch(recipe, case):

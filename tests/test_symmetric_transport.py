@@ -37,6 +37,7 @@ from ops.kernels.routing.symmetric_buffers import Extent, SymmetricBuffers
 from ops.kernels.routing.symmetric_memory import SymmetricMemory, allocate
 from ops.kernels.routing.symmetric_triton import DIFFERENT, NUMBERS, OVERFLOWN
 from ops.kernels.routing.transports import PARTIAL_SUMS
+from tests.pairwise import exhaustive
 from tests.ranks import on_ranks, quietly
 from tests.reference import assert_close, assert_same_bits
 from tests.shared_memory import symmetric_on_cpu
@@ -292,7 +293,7 @@ def sum_as_alltoall(rank: int, ranks: int, folder: Path) -> None:
         assert "partial sums by the rank of their experts, rounded before they are sent" in layer.explain()
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=[pytest.mark.rest, pytest.mark.slow])])
+@pytest.mark.parametrize("ranks", [2, exhaustive(4)])
 @pytest.mark.slow
 def test_partial_sums_have_the_bits_of_the_other_transport(ranks: int, tmp_path: Path) -> None:
     on_ranks(sum_as_alltoall, ranks, tmp_path, folder=tmp_path, ranks=ranks)
